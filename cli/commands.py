@@ -7,8 +7,8 @@ from typing import Any
 
 from pdserve.cli.options import Positional, Section, Settings, options_of
 
-# (title, "module:Class", fields that are not options of this command)
-SectionSpec = tuple[str, str, tuple[str, ...]]
+# (title, "module:Class"), and fields that are not options of this command
+SectionSpec = tuple[str, str] | tuple[str, str, tuple[str, ...]]
 
 STOPPED = 130  # the exit code of a command that Ctrl-C ended
 
@@ -54,8 +54,8 @@ class Command:
 
     def sections(self) -> list[Section]:
         return [
-            Section(title, cls, options_of(cls, skip))
-            for title, class_path, skip in self.section_specs
+            Section(title, cls, options_of(cls, *skip))
+            for title, class_path, *skip in self.section_specs
             for cls in [resolve_name(class_path)]
         ]
 
@@ -72,7 +72,7 @@ COMMANDS = {
             "start a complete system on this machine",
             "pdserve.cli.up.command:run",
             (
-                ("system", CLI + "UpSettings", ()),
+                ("system", CLI + "UpSettings"),
                 ("HTTP and gRPC for clients", GATEWAY, UP_OWNS),
                 ("routing", ROUTER, UP_OWNS),
                 ("workers", PREFILL, UP_OWNS),
@@ -84,43 +84,43 @@ COMMANDS = {
             "gateway",
             "serve HTTP and gRPC to clients",
             "pdserve.cli.roles:gateway",
-            (("gateway", GATEWAY, ()),),
+            (("gateway", GATEWAY),),
         ),
         Command(
             "router",
             "choose workers for requests",
             "pdserve.cli.roles:router",
-            (("router", ROUTER, ()),),
+            (("router", ROUTER),),
         ),
         Command(
             "picker",
             "choose endpoints for a Kubernetes Gateway (ext_proc)",
             "pdserve.cli.roles:picker",
-            (("picker", PICKER, ()),),
+            (("picker", PICKER),),
         ),
         Command(
             "prefill",
             "compute the KV of prompts and send it",
             "pdserve.cli.roles:prefill",
-            (("worker", PREFILL, ()), ("model and engine", ENGINE, ())),
+            (("worker", PREFILL), ("model and engine", ENGINE)),
         ),
         Command(
             "decode",
             "receive KV and generate tokens",
             "pdserve.cli.roles:decode",
-            (("worker", DECODE, ()), ("model and engine", ENGINE, ())),
+            (("worker", DECODE), ("model and engine", ENGINE)),
         ),
         Command(
             "chat",
             "talk to a server in the terminal",
             "pdserve.cli.chat:run",
-            (("chat", CLI + "ChatSettings", ()),),
+            (("chat", CLI + "ChatSettings"),),
         ),
         Command(
             "complete",
             "run a JSONL file of requests; an interrupted run resumes",
             "pdserve.cli.complete:run",
-            (("batch", CLI + "CompleteSettings", ()),),
+            (("batch", CLI + "CompleteSettings"),),
             (
                 Positional(
                     "in",
@@ -137,25 +137,25 @@ COMMANDS = {
             "bench",
             "send load to a running server and measure its performance",
             "pdserve.cli.bench:run",
-            (("load", CLI + "BenchSettings", ()),),
+            (("load", CLI + "BenchSettings"),),
         ),
         Command(
             "top",
             "watch the workers of a running server",
             "pdserve.cli.top:run",
-            (("view", CLI + "TopSettings", ()),),
+            (("view", CLI + "TopSettings"),),
         ),
         Command(
             "models",
             "list the models of a running server",
             "pdserve.cli.models:run",
-            (("server", CLI + "ClientSettings", ()),),
+            (("server", CLI + "ClientSettings"),),
         ),
         Command(
             "quantize",
             "write a quantized copy of a GGUF model",
             "pdserve.cli.quantize:run",
-            (("quantization", CLI + "QuantizeSettings", ()),),
+            (("quantization", CLI + "QuantizeSettings"),),
             (
                 Positional("model", "GGUF file, or a Hugging Face id as org/name:file.gguf"),
                 Positional("out", "output file"),
@@ -165,14 +165,14 @@ COMMANDS = {
             "health",
             "probe host:port (gRPC) or a URL (HTTP); exit code 0 if it serves",
             "pdserve.cli.health:run",
-            (("probe", CLI + "HealthSettings", ()),),
+            (("probe", CLI + "HealthSettings"),),
             (Positional("address", "host:port of a gRPC server, or an http:// URL"),),
         ),
         Command(
             "certs",
             "create a cluster's authority and the certificates of its processes",
             "pdserve.cli.credentials:certs",
-            (("certificates", CLI + "CertsSettings", ()),),
+            (("certificates", CLI + "CertsSettings"),),
             (Positional("folder", "output folder; an authority that it already has is reused"),),
         ),
         Command(
@@ -185,14 +185,14 @@ COMMANDS = {
             "replay",
             "print recorded hand-offs, check them, or convert them to a simulation",
             "pdserve.cli.replay:run",
-            (("replay", CLI + "ReplaySettings", ()),),
+            (("replay", CLI + "ReplaySettings"),),
             (Positional("ring", "ring file, or a folder of them (--trace-dir)", repeated=True),),
         ),
         Command(
             "report",
             "write diagnostics of a broken system to one file, without secrets",
             "pdserve.cli.report:run",
-            (("report", CLI + "ReportSettings", ()),),
+            (("report", CLI + "ReportSettings"),),
         ),
         Command(
             "demo",

@@ -16,9 +16,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +36,6 @@ PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before a line is retried
 
 class BadLine(Exception):
     """A line is not a valid request; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class InputLine:
-    """A line's request, and the id of its result."""
-
-    custom_id: str
-    url: str
-    body: Mapping[str, Any]
 
 
 def line_id(line: Mapping[str, Any], number: int) -> str:
@@ -67,9 +57,9 @@ def parse_line(data: bytes) -> Mapping[str, Any]:
     return line
 
 
-def request_of(line: Mapping[str, Any], custom_id: str, defaults: Mapping[str, Any]) -> InputLine:
-    """The line's request; `defaults` are fields for bodies that lack them. Raises BadLine if the
-    line has no valid request."""
+def request_of(line: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The path and body of a line's request; `defaults` are fields for bodies that lack them.
+    Raises BadLine if the line has no valid request."""
     if "body" in line:
         body, url = line["body"], line.get("url", CHAT)
         if not isinstance(body, dict):
@@ -81,14 +71,7 @@ def request_of(line: Mapping[str, Any], custom_id: str, defaults: Mapping[str, A
         url = CHAT if "messages" in line else PLAIN
     else:
         raise BadLine('the line has neither "body" nor "messages" nor "prompt"')
-    return InputLine(custom_id, url, {**defaults, **body, "stream": False})
-
-
-def numbered(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, line) for lines that are not blank."""
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield number, line
+    return url, {**defaults, **body, "stream": False}
 
 
 def answer_line(custom_id: str, status: int, body: Any) -> dict[str, Any]:
@@ -249,9 +232,11 @@ def count(source: Path, done: set[str], target: Path) -> int:
 
 
 def lines_of(source: Path) -> Iterator[tuple[int, str, Mapping[str, Any] | BadLine]]:
-    """Yield (number, id, the line or its error)."""
+    """Yield (number from 1, id, the line or its error) for lines that are not blank."""
     with source.open("rb") as file:
-        for number, data in numbered(file):
+        for number, data in enumerate(file, 1):
+            if not data.strip():
+                continue
             try:
                 line = parse_line(data)
                 yield number, line_id(line, number), line
@@ -315,7 +300,7 @@ class FileRun:
                 try:
                     if isinstance(line, BadLine):
                         raise line
-                    result = await self._send(request_of(line, custom_id, defaults))
+                    result = await self._send(custom_id, *request_of(line, defaults))
                 except BadLine as error:
                     result = error_line(custom_id, "invalid_line", str(error))
                 self._results.add(result)
@@ -335,21 +320,20 @@ class FileRun:
             defaults["temperature"] = options.temperature
         return defaults
 
-    async def _send(self, request: InputLine) -> dict[str, Any]:
+    async def _send(self, custom_id: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The result of a line. Raises ApiError if the server does not decide on it."""
         for pause_s in (*PAUSES_S, None):
             try:
-                response = await self._api.post(request.url, dict(request.body))
-                if response.status == 401:
+                response = await self._api.post(path, body)
+                is_busy = response.status in RETRIED_STATUSES
+                if response.status == 401 or (is_busy and pause_s is None):
                     response.check()
-                if response.status not in RETRIED_STATUSES or pause_s is None:
-                    if response.status in RETRIED_STATUSES:
-                        response.check()
+                if not is_busy:
                     with suppress(ApiError):
-                        return answer_line(request.custom_id, response.status, response.json)
+                        return answer_line(custom_id, response.status, response.json)
                     text = response.body.decode(errors="replace")
-                    return answer_line(request.custom_id, response.status, text)
-                pause_s = max(pause_s, response.retry_after_s)
+                    return answer_line(custom_id, response.status, text)
+                pause_s = max(pause_s or 0.0, response.retry_after_s)
             except ApiError as error:
                 if error.status == 401 or pause_s is None:
                     raise

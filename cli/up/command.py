@@ -24,7 +24,7 @@ from pdserve.cli.up import gateway_workers
 from pdserve.cli.up.child import Task
 from pdserve.cli.up.cores import Share, allot, machine_cores
 from pdserve.cli.up.folders import CONFIG_FILE, data_dir, kept_database, run_dir
-from pdserve.cli.up.supervisor import Child, StartError, Supervisor, outcome
+from pdserve.cli.up.supervisor import Child, StartError, Supervisor, death_of
 from pdserve.engine.api import EngineConfig
 from pdserve.gateway import GatewaySettings, worker_name
 from pdserve.services.common.auth import Role, in_settings, make_authority
@@ -310,9 +310,7 @@ class System:
             kv_text = f", KV pool of {tokens} tokens" if tokens else ""
             say(f"{child.name}: ready after {time.monotonic() - child.started_at:.1f} s{kv_text}")
         elif event == "died" and not self._stopping:
-            code = figures["code"]
-            outcome_text = "could not start:" if code is None else f"ended ({outcome(code)})"
-            say(f"{child.name}: {outcome_text} {child.failure}".rstrip())
+            say(f"{child.name}: {death_of(child, figures['code'])}")
             if figures["restart_s"]:
                 say(f"{child.name}: starts again in {figures['restart_s']:g} s")
         elif event == "restart":

@@ -68,9 +68,10 @@ class Child:
 OnEvent = Callable[[Child, str, dict[str, Any]], None]
 
 
-def outcome(code: int) -> str:
-    """Describe an exit code in words."""
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+def death_of(child: Child, code: int | None) -> str:
+    """Describe the death of a child in words; without a code, it could not start."""
+    exit_text = "" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
+    return f"{f'ended ({exit_text})' if exit_text else 'could not start:'} {child.failure}".rstrip()
 
 
 class Supervisor:
