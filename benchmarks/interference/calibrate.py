@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from interference.arrivals import LONG, SHORT, schedule
-from interference.client import Answer, closed_loop, open_loop
+from interference.client import closed_loop, open_loop
 from interference.configurations import Prompts, system, warm_up
-from interference.figures import SEPARATED
+from interference.figures import SEPARATED, Answer
 
 PROMPTS = 4  # that measure the capacity
 AROUND = (4, 20)  # in flight while the time of a request is measured
@@ -40,7 +40,7 @@ def closed_rate(
     """Short requests per second with this many always in flight, under the long ones."""
     end_s = RAMP_S + seconds
     longs = prompts.all_of(schedule(long_rate, 1.0, end_s, 0, seed=-in_flight))
-    background = [asked for asked in longs if asked.kind == LONG]
+    background = [request for request in longs if request.kind == LONG]
     first = FIRST + 10_000 * in_flight
 
     async def both() -> list[Answer]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from interference.arrivals import LONG, SHAPES, SHORT
-from interference.client import Answer
 
 TTFT_SLACK = 1.25
 # A request is good if its first token arrives within the first number of seconds, and 99 % of its
@@ -19,6 +18,18 @@ TTFT_SLACK = 1.25
 GOOD_TTFT_S = {LONG: 15.0, SHORT: 1.0}
 GOOD_ITL_S = 0.05
 SEPARATED = "separated"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One whole stream; seconds since the start of the run."""
+
+    kind: str
+    planned_s: float
+    sent_s: float
+    events_s: tuple[float, ...]  # when each event with text arrived
+    prompt_tokens: int
+    completion_tokens: int
 
 
 def percentile(values: Sequence[float], share: float) -> float:
