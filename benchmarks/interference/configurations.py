@@ -18,8 +18,9 @@ import psutil
 from interference.arrivals import LONG, SHAPES, SHORT, Schedule, prompt_ids
 from interference.client import PlannedRequest, open_loop, request_body
 from interference.figures import SEPARATED, Answer, summary
-from prompts import ROOT, reference_tokenizer
 from systems.fleet import Fleet
+from systems.sources import ROOT
+from weights import reference_tokenizer
 
 CHUNKS = (64, 128, 256, 512, 1024)
 KV_TOKENS = "131072"  # of each worker: no request waits for blocks

@@ -16,9 +16,10 @@ from typing import Any
 import httpx
 import uvloop
 from front.clients import Stream, stream
-from scale.processes import PDSERVE, Processes, cpu_s, free_address, read_line
+from scale.processes import Processes, cpu_s, free_address, read_line
 from scale.shape import MARKS, MODEL, Shape
 from systems.eventually import wait_until
+from systems.single_processes import PDSERVE
 
 from pdserve.services.common.auth import Role
 
@@ -62,7 +63,7 @@ def measure(whole: Whole) -> dict[str, Any]:
             wait_until(lambda a=address: processes.fleet(a), "a router", START_S, 0.1)
         admitted = str(processes.folder / "admitted.json")
         named["workers"] = processes.fake(
-            "fake_fleet.py", whole.shape.to_json(), admitted, *routers
+            "fake_workers.py", whole.shape.to_json(), admitted, *routers
         )
         if not read_line(named["workers"], START_S):
             raise RuntimeError("the workers do not start")

@@ -10,20 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from interference.arrivals import LONG, SHAPES, SHORT, prompt_ids, schedule
-from interference.calibrate import finished_in
+from interference.calibrate import Sharing, finished_in
 from interference.client import PlannedRequest, closed_loop, open_loop, request_body
 from interference.figures import (
     Answer,
-    Spread,
     best_mixed,
     comparison,
     gaps,
     percentile,
+    spread,
     summary,
     ttft,
 )
 from interference.plot import svg
-from interference.sharing import Sharing
 
 
 def test_arrivals_are_poisson_and_repeatable_by_seed() -> None:
@@ -153,7 +152,8 @@ def test_percentiles_are_values_that_occurred() -> None:
     values = [float(n) for n in range(1, 101)]
     assert [percentile(values, s) for s in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
     assert percentile([], 0.5) == 0.0
-    assert Spread.of([0.001, 0.003]) == Spread(1.0, 3.0, 3.0, 3.0, 2.0)
+    times = {"p50": 1.0, "p90": 3.0, "p99": 3.0, "max": 3.0, "mean": 2.0}
+    assert spread([0.001, 0.003]) == times
 
 
 def answer(kind: str, start: float, first: float, gap: float) -> Answer:

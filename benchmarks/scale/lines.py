@@ -1,17 +1,59 @@
-"""Cost against size as an SVG: points and their straight line, one panel per series.
+"""Straight lines through costs against sizes, and their plot."""
 
-A hollow point is one that the machine did not carry; it is not part of a line.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+Point = tuple[float, float]
+FEWEST = 4  # points: each from the third on is compared with those before it
 PANEL, HEIGHT, TOP, LEFT, BOTTOM, GAP = 230, 200, 70, 60, 46, 60
 
 
+@dataclass(frozen=True)
+class Line:
+    """y = fixed + slope * x by least squares, and the deviations of single points, as shares of the
+    largest y."""
+
+    fixed: float
+    slope: float
+    r2: float
+    above: float  # the maximum height of a point above the line through all points before it
+    below: float  # the maximum depth of a point below any point before it
+
+
+def fit(points: Sequence[Point]) -> Line:
+    """Fit `points` in order of x. Raises ValueError for fewer than FEWEST."""
+    if len(points) < FEWEST:
+        raise ValueError(f"a line through {len(points)} points says nothing")
+    fixed, slope = least_squares(points)
+    ys = [y for _, y in points]
+    largest, mean = max(map(abs, ys)) or 1.0, sum(ys) / len(ys)
+    left = sum((y - fixed - slope * x) ** 2 for x, y in points)
+    total = sum((y - mean) ** 2 for y in ys)
+    above = below = 0.0
+    for at in range(2, len(points)):
+        x, y = points[at]
+        start, rise = least_squares(points[:at])
+        above = max(above, y - start - rise * x)
+    for at in range(1, len(points)):
+        below = max(below, max(ys[:at]) - ys[at])
+    r2 = 1 - left / total if total else 1.0
+    return Line(fixed, slope, r2, above / largest, below / largest)
+
+
+def least_squares(points: Sequence[Point]) -> tuple[float, float]:
+    """The intercept of the line at x = 0, and its slope."""
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+    return mean_y - slope * mean_x, slope
+
+
 def svg(series: Mapping[str, Mapping[str, Any]], subtitle: str) -> str:
-    """The whole document. Each series has `points` with x, core and carried, and `line` or None."""
+    """An SVG with a panel per series: `points` with x, core and carried, and `line` or None. A
+    hollow point is one that the machine did not carry; it is not part of the line."""
     width = LEFT + len(series) * (PANEL + GAP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" '

@@ -1,23 +1,33 @@
-"""Workers without engines that speak the whole protocol: their messages are as large and as
-frequent as those of real ones of the Shape.
+"""A process of workers without engines that speak the whole protocol: `fake_workers.py CERTIFICATES
+SHAPE FILE ROUTER...`.
 
-They join through the product's Membership. All of one process share its event loop; a decode worker
-steps independently, once for each token of a stream.
+Their messages are as large and as frequent as those of real workers of the Shape (JSON). They join
+through the product's Membership and share one event loop; a decode worker steps independently, once
+for each token of a stream. The model that they claim to serve has one token per byte, `MARKS` of
+them printable. The process prints `ready` when all listen, and exits on SIGTERM, writing the
+arrival time (time.monotonic) of each Admit by request to FILE, as JSON.
 """
 
 import asyncio
+import json
 import os
+import signal
+import sys
+import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
-from scale.card import GetBlob
-from scale.shape import BLOCK, MARKS, Shape
-from scale.shared_prompts import held_by
+import uvloop
+from builders.byte_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, write_tokenizer
+from scale.shape import BLOCK, IDENTITY, MARKS, MODEL, Shape, held_by
+from systems.single_processes import trusted
 
+from pdserve.engine.kv import KvSpec, encode_spec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
@@ -28,17 +38,46 @@ from pdserve.protos.worker_pb2_grpc import (
     add_DecodeServicer_to_server,
     add_PrefillServicer_to_server,
 )
-from pdserve.services.common.auth import Access
+from pdserve.services.common.auth import Access, Role
 from pdserve.services.common.rpc import (
+    BlobCache,
     BlobService,
     IdsCollector,
     NumberedChoice,
     Outbox,
     TokensOutbox,
+    blob_digest,
 )
 from pdserve.services.common.server import GrpcHost
 from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.process import IDLE_LOAD_S, LOAD_S
+
+GetBlob = Callable[[str], Awaitable[bytes | None]]
+
+
+def model() -> tuple[pb.ModelCard, BlobCache]:
+    """Its card, and the files that the card names."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder))
+        tokenizer = (Path(folder) / "tokenizer.json").read_bytes()
+    template = CHAT_TEMPLATE.encode()
+    blobs = BlobCache()
+    blobs.add(tokenizer)
+    blobs.add(template)
+    card = pb.ModelCard(
+        name=MODEL,
+        architecture="Fake",
+        context_len=8192,
+        vocab_size=VOCAB_SIZE,
+        tokenizer_digest=blob_digest(tokenizer),
+        template_digest=blob_digest(template),
+        kv_identity=pb.KvIdentity(digest=IDENTITY, weights="ab" * 32, numerics="none"),
+        kv_spec=encode_spec(KvSpec(BLOCK, ())),
+        created=1,
+        weights_bytes=1,
+    )
+    return card, blobs
+
 
 BLOCKS_TOTAL = 60_000
 PREFILL_S = 0.05  # from PrefillStart to the last block
@@ -346,3 +385,34 @@ def new_hashes(count: int) -> list[bytes]:
     """Hashes that no prompt has."""
     drawn = os.urandom(HASH_BYTES * count)
     return [drawn[at : at + HASH_BYTES] for at in range(0, len(drawn), HASH_BYTES)]
+
+
+async def run(certificates: Path, shape: Shape, routers: list[str]) -> dict[str, float]:
+    """Run the workers; returns the arrival time of each Admit."""
+    card, blobs = model()
+    exchange = Exchange()
+    decode = trusted(certificates, Role.DECODE)
+    prefill = trusted(certificates, Role.PREFILL)
+    workers = [
+        *(FakeDecode(n, decode, card, shape, exchange) for n in range(shape.decodes)),
+        *(FakePrefill(n, prefill, card, shape, exchange) for n in range(shape.prefills)),
+    ]
+    for worker in workers:
+        await worker.start(routers, blobs.get)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    print("ready", flush=True)
+    await stop.wait()
+    return exchange.admitted
+
+
+def main() -> None:
+    certificates, text, file, *routers = sys.argv[1:]
+    shape = Shape.from_json(text)
+    admitted = uvloop.run(run(Path(certificates), shape, routers))
+    Path(file).write_text(json.dumps(admitted))
+    os._exit(0)  # hundreds of threads without data to save
+
+
+if __name__ == "__main__":
+    main()
