@@ -12,7 +12,7 @@ from typing import Any
 
 from pdserve.cli.async_client import AsyncApi
 from pdserve.cli.commands import STOPPED
-from pdserve.cli.http_client import ApiError, advice
+from pdserve.cli.http_client import ApiError
 from pdserve.cli.load import (
     PERCENTILES,
     Sample,
@@ -183,7 +183,8 @@ def over_time(samples: Sequence[Sample]) -> str:
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Return 0 if every request succeeded; 1 if one did not, or nothing could be measured."""
+    """Return 0 if every request succeeded; 1 if one did not, or nothing could be measured. Raises
+    ApiError if the load cannot begin."""
     options = settings.build(BenchSettings)
     if options.rate and settings.values["concurrency"].given:
         raise OptionError(
@@ -202,11 +203,8 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     bench = Bench(options, view)
     try:
         stopped = asyncio.run(bench.run())
-    except ApiError as error:
+    finally:
         view.close()
-        print(f"pdserve bench: {error}{advice(error)}", file=sys.stderr)
-        return 1
-    view.close()
     figures = {**bench.load, **summarize(bench.samples, slo)}
     print(f"{bench.title}\n{table(figures)}{plot(bench.samples)}", end="")
     if options.json:

@@ -17,7 +17,7 @@ from pdserve.cli.chat_terminal import (
     view_on,
 )
 from pdserve.cli.commands import STOPPED
-from pdserve.cli.http_client import ApiClient, ApiError, advice, client_of
+from pdserve.cli.http_client import ApiClient, ApiError, client_of
 from pdserve.cli.options import MAX_TEMPERATURE, ChatSettings, Settings
 
 CHAT = "/v1/chat/completions"
@@ -207,7 +207,7 @@ class Repl:
                 else:
                     ended = self._conversation.ask(question, view)
         except ApiError as error:
-            print(f"error: {error}{advice(error)}", file=sys.stderr, flush=True)
+            print(f"error: {error}{error.advice}", file=sys.stderr, flush=True)
             return 1
         except KeyboardInterrupt:  # before the question was sent
             return STOPPED
@@ -251,14 +251,11 @@ class Repl:
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Chat until /exit or the end of input; return 1 if the server does not respond."""
+    """Chat until /exit or the end of input. Raises ApiError if the server does not respond at
+    first."""
     chat = settings.build(ChatSettings)
-    try:
-        client = client_of(chat)
-        conversation = Conversation(client, first_model(client, chat.model), chat)
-    except ApiError as error:
-        print(f"pdserve chat: {error}{advice(error)}", file=sys.stderr)
-        return 1
+    client = client_of(chat)
+    conversation = Conversation(client, first_model(client, chat.model), chat)
     typed = sys.stdin.isatty()
     if typed:
         print(

@@ -23,7 +23,7 @@ from typing import Any
 
 from pdserve.cli.async_client import AsyncApi
 from pdserve.cli.commands import STOPPED
-from pdserve.cli.http_client import ApiError, advice
+from pdserve.cli.http_client import ApiError
 from pdserve.cli.options import CompleteSettings, Settings
 from pdserve.cli.progress import ProgressView, progress_on
 
@@ -196,7 +196,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
         say("stopped; run the same command again to resume")
         return STOPPED
     except ApiError as error:
-        say(f"pdserve complete: {error}{advice(error)}")
+        say(f"pdserve complete: {error}{error.advice}")
         say("run the same command again to resume once the server responds")
     except (OSError, ResultError, BadLine) as error:
         say(f"pdserve complete: {error}")

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from pdserve.cli.options import ClientSettings
+from pdserve.cli.options import ClientSettings, CommandError
 
 MAX_ANSWER_BYTES = 16 << 20
 MAX_LINE_BYTES = 1 << 20
 BROKEN = "broken"  # the code of a response that did not end
 
 
-class ApiError(Exception):
+class ApiError(CommandError):
     """The server cannot be reached, or returned an error. `status` is 0 without a response; `code`
     is the API's name of the error."""
 
@@ -24,19 +24,12 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.code = code
-
-
-def advice(error: ApiError) -> str:
-    """Advice for the user, on a separate line; empty if there is none."""
-    if error.status == 0 and error.code != BROKEN:
-        text = "Start a server with `pdserve up` in another terminal, or set --url."
-    elif error.status == 401:
-        text = "Pass the server's key with --api-key (or PDSERVE_API_KEY)."
-    elif error.code == "context_length_exceeded":
-        text = "Type /reset to clear the conversation, then /retry to ask the question again."
-    else:
-        return ""
-    return f"\n{text}"
+        if status == 0 and code != BROKEN:
+            self.advice = "\nStart a server with `pdserve up` in another terminal, or set --url."
+        elif status == 401:
+            self.advice = "\nPass the server's key with --api-key (or PDSERVE_API_KEY)."
+        elif code == "context_length_exceeded":
+            self.advice = "\nType /reset to clear the conversation, then /retry to ask again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +107,7 @@ class ApiClient:
 
     def models(self) -> list[dict[str, Any]]:
         """The entries of /v1/models. Raises ApiError."""
-        try:
-            return entries_of(self.get_json("/v1/models"))
-        except ValueError:
-            raise self._unexpected_response() from None
+        return entries_of(self.get_json("/v1/models"), self.url)
 
     def post_json(self, path: str, body: dict[str, Any]) -> Any:
         """The parsed body of a 2xx response to a JSON body. Raises ApiError."""
@@ -142,7 +132,7 @@ class ApiClient:
                     return
                 event = self._json(data)
                 if not isinstance(event, dict):
-                    raise self._unexpected_response()
+                    raise unexpected_response(self.url)
                 if error := event.get("error"):
                     raise _error(error, response.status)
                 yield event
@@ -195,11 +185,6 @@ class ApiClient:
                 f"{self.url} did not return JSON; check that it is a pdserve server"
             ) from None
 
-    def _unexpected_response(self) -> ApiError:
-        return ApiError(
-            f"{self.url} does not respond like OpenAI's API; check that it is a pdserve server", 502
-        )
-
 
 def client_of(settings: ClientSettings, timeout_s: float = 600.0) -> ApiClient:
     """A client of the server in the options. Raises ApiError if the URL is malformed."""
@@ -215,14 +200,21 @@ def error_of(body: bytes, status: int, default_message: str) -> ApiError:
         return ApiError(default_message, status)
 
 
-def entries_of(models: Any) -> list[dict[str, Any]]:
-    """The entries of a /v1/models response. Raises ValueError if it is not a list of models."""
+def entries_of(models: Any, url: str) -> list[dict[str, Any]]:
+    """The entries of a /v1/models response. Raises ApiError if it is not a list of models."""
     entries = models.get("data") if isinstance(models, dict) else None
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict) and isinstance(entry.get("id"), str) for entry in entries
     ):
-        raise ValueError("not a list of models")
+        raise unexpected_response(url)
     return entries
+
+
+def unexpected_response(url: str) -> ApiError:
+    """The error of a response with another shape than OpenAI's API defines."""
+    return ApiError(
+        f"{url} does not respond like OpenAI's API; check that it is a pdserve server", 502
+    )
 
 
 def _error(error: Any, status: int) -> ApiError:

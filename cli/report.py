@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pdserve.cli.commands import COMMANDS, known_names
-from pdserve.cli.http_client import ApiClient, ApiError, advice
+from pdserve.cli.http_client import ApiClient, ApiError
 from pdserve.cli.options import (
     ENV_PREFIX,
     MASK,
@@ -224,7 +224,7 @@ def ask_gateway(options: ReportSettings, path: str) -> dict[str, bytes]:
         if not error.status:
             raise
         if error.status < 500:
-            reason = " ".join(f"{error.status}: {error}{advice(error)}".split())
+            reason = " ".join(f"{error.status}: {error}{error.advice}".split())
             raise NoData(reason) from None
         response = f"{error.status}: {error}".encode()
     return {f"{name}.txt" if path.startswith("/metrics") else f"{name}.json": response}

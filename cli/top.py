@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.cli.http_client import ApiClient, ApiError, advice, client_of
+from pdserve.cli.http_client import ApiClient, ApiError, client_of
 from pdserve.cli.options import Settings, TopSettings
 
 # (width of the bar, gap between columns); the first layout that fits is used.
@@ -221,14 +221,10 @@ def _speeds(rates: Rates | None) -> str:
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Return 0, or 1 if the server does not respond."""
+    """Show the view until a key ends it. Raises ApiError if the server does not respond."""
     options = settings.build(TopSettings)
-    try:
-        client = client_of(options, timeout_s=WAIT_S)
-        first = fetch_snapshot(client)
-    except ApiError as error:
-        print(f"pdserve top: {error}{advice(error)}", file=sys.stderr)
-        return 1
+    client = client_of(options, timeout_s=WAIT_S)
+    first = fetch_snapshot(client)
     if options.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         print("\n".join(screen(client.url, first, None)))
         return 0

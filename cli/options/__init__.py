@@ -4,6 +4,7 @@ from pdserve.cli.options.aliases import translate
 from pdserve.cli.options.options import (
     ENV_PREFIX,
     MASK,
+    CommandError,
     OptionError,
     Settings,
     options_of,

@@ -31,6 +31,12 @@ class OptionError(Exception):
     """An option is unknown, malformed, out of range or contradicts another. Names the flag."""
 
 
+class CommandError(Exception):
+    """A command cannot continue. `advice` begins with a line break, or is empty."""
+
+    advice = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """An option. `name` is the YAML key; the flag and the environment variable derive from it.
