@@ -16,7 +16,7 @@ from typing import Any
 import machine
 import uvloop
 from front import one_stream
-from front.clients import Stream, stream, streams
+from front.clients import Stream, streams
 from front.clock import latency_s
 from front.fast_decode import MODEL
 from front.fast_system import FastSystem
@@ -118,7 +118,7 @@ def long_prompt() -> dict[str, Any]:
 async def _beside_a_long_prompt(system: FastSystem) -> tuple[list[Stream], float, float]:
     others = asyncio.create_task(streams(system.http, MODEL, 16, 500))
     await asyncio.sleep(1.0)
-    long = await stream(system.http, MODEL, "a" * LONG_PROMPT, 2)
+    (long,) = await streams(system.http, MODEL, 1, 2, "a" * LONG_PROMPT)
     return await others, long.asked, long.arrived[0]
 
 

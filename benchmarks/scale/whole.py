@@ -21,6 +21,8 @@ from scale.shape import MARKS, MODEL, Shape
 from systems.eventually import wait_until
 from systems.single_processes import PDSERVE
 
+from pdserve.cli.async_client import AsyncApi
+from pdserve.cli.options import ClientSettings
 from pdserve.services.common.auth import Role
 
 START_S = 90.0
@@ -116,10 +118,14 @@ def _run(
 
 
 async def _streams(whole: Whole, gateways: list[str]) -> list[Stream | BaseException]:
-    return await asyncio.gather(
+    apis = [AsyncApi(ClientSettings(url=f"http://{gateway}")) for gateway in gateways]
+    answers = await asyncio.gather(
         *(
-            stream(gateways[n % len(gateways)], MODEL, f"{n} Go.", whole.num_tokens)
+            stream(apis[n % len(apis)], MODEL, f"{n} Go.", whole.num_tokens)
             for n in range(whole.streams)
         ),
         return_exceptions=True,
     )
+    for api in apis:
+        api.close()
+    return answers
