@@ -34,8 +34,8 @@ class Stream:
 
 
 async def stream(api: AsyncApi, model: str, prompt: str, num_tokens: int) -> Stream:
-    """Request this many greedy tokens. Raises RuntimeError unless all arrive, ApiError if the server
-    refuses."""
+    """Request this many greedy tokens. Raises RuntimeError unless all arrive, ApiError if the
+    server refuses."""
     body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
     body |= {"max_tokens": num_tokens, "temperature": 0, "stream": True}
     pieces: list[tuple[float, bytes]] = []
