@@ -4,7 +4,8 @@ package. It opens one connection per call and bounds responses."""
 import http.client
 import json
 import socket
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -95,11 +96,8 @@ class ApiClient:
 
     def get(self, path: str) -> bytes:
         """The body of a 2xx response. Raises ApiError on any other."""
-        connection, response = self._send("GET", path, None)
-        try:
+        with self._open("GET", path, None) as response:
             return self._body(response)
-        finally:
-            connection.close()
 
     def get_json(self, path: str) -> Any:
         """The parsed body of a 2xx response. Raises ApiError."""
@@ -111,55 +109,51 @@ class ApiClient:
 
     def post_json(self, path: str, body: dict[str, Any]) -> Any:
         """The parsed body of a 2xx response to a JSON body. Raises ApiError."""
-        connection, response = self._send("POST", path, body)
-        try:
+        with self._open("POST", path, body) as response:
             return self._json(self._body(response))
-        finally:
-            connection.close()
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The data of each server-sent event up to [DONE]. Raises ApiError.
 
         Closing the iterator closes the connection, which cancels the request.
         """
-        connection, response = self._send("POST", path, {**body, "stream": True})
-        try:
-            while line := response.readline(MAX_LINE_BYTES):
-                if not line.startswith(b"data:"):
-                    continue
-                data = line.removeprefix(b"data:").strip()
-                if data == b"[DONE]":
-                    return
-                event = self._json(data)
-                if not isinstance(event, dict):
-                    raise unexpected_response(self.url)
-                if error := event.get("error"):
-                    raise _error(error, response.status)
-                yield event
-            raise ApiError("the response ended early", code=BROKEN)
-        except (OSError, http.client.HTTPException) as error:
-            raise ApiError(f"the connection to {self.url} failed: {error}", code=BROKEN) from None
-        finally:
-            connection.close()
+        with self._open("POST", path, {**body, "stream": True}) as response:
+            try:
+                while line := response.readline(MAX_LINE_BYTES):
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line.removeprefix(b"data:").strip()
+                    if data == b"[DONE]":
+                        return
+                    event = self._json(data)
+                    if not isinstance(event, dict):
+                        raise unexpected_response(self.url)
+                    if error := event.get("error"):
+                        raise _error(error, response.status)
+                    yield event
+            except (OSError, http.client.HTTPException) as error:
+                raise self._broken(error) from None
+        raise ApiError("the response ended early", code=BROKEN)
 
-    def _send(
+    @contextmanager
+    def _open(
         self, method: str, path: str, body: dict[str, Any] | None
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Yield a 2xx response, whose connection is closed at the end of the block."""
         connection = self._connection()
         try:
             data = None if body is None else json.dumps(body).encode()
-            connection.request(method, self._address.prefix + path, data, self._headers)
-            response = connection.getresponse()
+            try:
+                connection.request(method, self._address.prefix + path, data, self._headers)
+                response = connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                raise ApiError(f"no server responds at {self.url} ({error})") from None
             if response.status >= 300:
                 status_text = f"{response.status} {response.reason}"
                 raise error_of(self._body(response), response.status, status_text)
-        except (OSError, http.client.HTTPException) as error:
+            yield response
+        finally:
             connection.close()
-            raise ApiError(f"no server responds at {self.url} ({error})") from None
-        except ApiError:
-            connection.close()
-            raise
-        return connection, response
 
     def _connection(self) -> http.client.HTTPConnection:
         address = self._address
@@ -172,10 +166,13 @@ class ApiClient:
         try:
             body = response.read(MAX_ANSWER_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
-            raise ApiError(f"the connection to {self.url} failed: {error}", code=BROKEN) from None
+            raise self._broken(error) from None
         if len(body) > MAX_ANSWER_BYTES:
             raise ApiError("the response is too large")
         return body
+
+    def _broken(self, error: Exception) -> ApiError:
+        return ApiError(f"the connection to {self.url} failed: {error}", code=BROKEN)
 
     def _json(self, data: bytes) -> Any:
         try:

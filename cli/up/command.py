@@ -166,7 +166,8 @@ class System:
         return f"127.0.0.1:{free_port()}", f"127.0.0.1:{port}"
 
     def serve(self, supervisor: Supervisor, folder: Path) -> int:
-        """Start the children, wait for a signal and end them. Raises StartError."""
+        """Start the children, wait for a signal and end them; return the exit code. Raises
+        StartError."""
         with self._database(folder) as database, self._gateway_tasks(folder, database) as tasks:
             return self._serve(supervisor, folder, tasks)
 
