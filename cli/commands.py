@@ -7,8 +7,8 @@ from typing import Any
 
 from pdserve.cli.options import Positional, Section, Settings, options_of
 
-# (title, "module:Class"), and fields that are not options of this command
-SectionSpec = tuple[str, str] | tuple[str, str, tuple[str, ...]]
+# (title, "module:Class", fields that are not options of this command)
+SectionSpec = tuple[str, str, tuple[str, ...]]
 
 STOPPED = 130  # the exit code of a command that Ctrl-C ended
 
@@ -53,8 +53,8 @@ class Command:
 
     def sections(self) -> list[Section]:
         return [
-            Section(title, cls, options_of(cls, *skip))
-            for title, class_path, *skip in self.section_specs
+            Section(title, cls, options_of(cls, skip))
+            for title, class_path, skip in self.section_specs
             for cls in [resolve_name(class_path)]
         ]
 
@@ -63,12 +63,13 @@ class Command:
         return function(settings, positionals)
 
 
-def _service(name: str, summary: str, *sections: SectionSpec) -> Command:
-    return Command(name, summary, f"pdserve.cli.roles:{name}", sections)
+def _service(name: str, summary: str, *sections: tuple[str, str]) -> Command:
+    specs = tuple((title, class_path, ()) for title, class_path in sections)
+    return Command(name, summary, f"pdserve.cli.roles:{name}", specs)
 
 
 def _tool(name: str, summary: str, title: str, settings: str, *positionals: Positional) -> Command:
-    section = (title, f"pdserve.cli.options.settings:{settings}")
+    section = (title, f"pdserve.cli.options.settings:{settings}", ())
     return Command(name, summary, f"pdserve.cli.{name}:run", (section,), positionals)
 
 
@@ -81,7 +82,7 @@ COMMANDS = {
             "start a complete system on this machine",
             "pdserve.cli.up.command:run",
             (
-                ("system", "pdserve.cli.options.settings:UpSettings"),
+                ("system", "pdserve.cli.options.settings:UpSettings", ()),
                 ("HTTP and gRPC for clients", GATEWAY, UP_OWNS),
                 ("routing", ROUTER, UP_OWNS),
                 ("workers", PREFILL, UP_OWNS),
@@ -140,7 +141,7 @@ COMMANDS = {
             "certs",
             "create a cluster's authority and the certificates of its processes",
             "pdserve.cli.credentials:certs",
-            (("certificates", "pdserve.cli.options.settings:CertsSettings"),),
+            (("certificates", "pdserve.cli.options.settings:CertsSettings", ()),),
             (Positional("folder", "output folder; an authority that it already has is reused"),),
         ),
         Command(

@@ -200,7 +200,7 @@ def test_options_that_up_sets_are_fields_of_a_service() -> None:
     fields = {
         option.field
         for command in ("gateway", "router", "prefill", "decode")
-        for _, where, *_ in COMMANDS[command].section_specs
+        for _, where, _ in COMMANDS[command].section_specs
         for option in options_of(resolve_name(where))
     }
     assert set(UP_OWNS) <= fields
