@@ -170,7 +170,8 @@ def check_metrics(client: ApiClient, metrics_before: Metrics, name: str, expecte
             if key.startswith("pdserve_transfer_bytes_total") and f'transport="{expected}"' in key
         )
         is_remote = label == "remote"
-        return counts == {"local": not is_remote, "remote": is_remote} and (sent > 0) == is_remote
+        expected_counts = {"local": float(not is_remote), "remote": float(is_remote)}
+        return counts == expected_counts and (sent > 0) == is_remote
 
     wait_until(
         is_as_expected,
