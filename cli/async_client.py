@@ -158,13 +158,7 @@ class AsyncApi:
 
     async def first_model(self) -> str:
         """The name of the first model that the server lists. Raises ApiError if it lists none."""
-        response_json = (await self.get("/v1/models")).check().json
-        try:
-            models = entries_of(response_json)
-        except ValueError:
-            raise ApiError(
-                f"{self.url} lists no models; check that it is an OpenAI-compatible server", 502
-            ) from None
+        models = entries_of((await self.get("/v1/models")).check().json, self.url)
         if not models:
             raise ApiError(f"{self.url} serves no model yet", 503)
         return str(models[0]["id"])

@@ -18,7 +18,6 @@ PREFILL = "pdserve.services.worker.settings:PrefillSettings"
 PICKER = "pdserve.services.picker.settings:PickerSettings"
 DECODE = "pdserve.services.worker.settings:DecodeSettings"
 ENGINE = "pdserve.engine.api.config:EngineConfig"
-CLI = "pdserve.cli.options.settings:"
 
 # `up` sets these itself: addresses, and the credentials of the processes that it starts.
 UP_OWNS = (
@@ -64,6 +63,17 @@ class Command:
         return function(settings, positionals)
 
 
+def _service(name: str, summary: str, *sections: tuple[str, str]) -> Command:
+    specs = tuple((title, class_path, ()) for title, class_path in sections)
+    return Command(name, summary, f"pdserve.cli.roles:{name}", specs)
+
+
+def _tool(name: str, summary: str, title: str, settings: str, *positionals: Positional) -> Command:
+    section = (title, f"pdserve.cli.options.settings:{settings}", ())
+    return Command(name, summary, f"pdserve.cli.{name}:run", (section,), positionals)
+
+
+WORKER_ENGINE = ("model and engine", ENGINE)
 COMMANDS = {
     command.name: command
     for command in (
@@ -72,7 +82,7 @@ COMMANDS = {
             "start a complete system on this machine",
             "pdserve.cli.up.command:run",
             (
-                ("system", CLI + "UpSettings", ()),
+                ("system", "pdserve.cli.options.settings:UpSettings", ()),
                 ("HTTP and gRPC for clients", GATEWAY, UP_OWNS),
                 ("routing", ROUTER, UP_OWNS),
                 ("workers", PREFILL, UP_OWNS),
@@ -80,119 +90,78 @@ COMMANDS = {
                 ("model and engine", ENGINE, (*UP_OWNS, "model")),
             ),
         ),
-        Command(
-            "gateway",
-            "serve HTTP and gRPC to clients",
-            "pdserve.cli.roles:gateway",
-            (("gateway", GATEWAY, ()),),
+        _service("gateway", "serve HTTP and gRPC to clients", ("gateway", GATEWAY)),
+        _service("router", "choose workers for requests", ("router", ROUTER)),
+        _service(
+            "picker", "choose endpoints for a Kubernetes Gateway (ext_proc)", ("picker", PICKER)
         ),
-        Command(
-            "router",
-            "choose workers for requests",
-            "pdserve.cli.roles:router",
-            (("router", ROUTER, ()),),
+        _service(
+            "prefill", "compute the KV of prompts and send it", ("worker", PREFILL), WORKER_ENGINE
         ),
-        Command(
-            "picker",
-            "choose endpoints for a Kubernetes Gateway (ext_proc)",
-            "pdserve.cli.roles:picker",
-            (("picker", PICKER, ()),),
-        ),
-        Command(
-            "prefill",
-            "compute the KV of prompts and send it",
-            "pdserve.cli.roles:prefill",
-            (("worker", PREFILL, ()), ("model and engine", ENGINE, ())),
-        ),
-        Command(
-            "decode",
-            "receive KV and generate tokens",
-            "pdserve.cli.roles:decode",
-            (("worker", DECODE, ()), ("model and engine", ENGINE, ())),
-        ),
-        Command(
-            "chat",
-            "talk to a server in the terminal",
-            "pdserve.cli.chat.command:run",
-            (("chat", CLI + "ChatSettings", ()),),
-        ),
-        Command(
+        _service("decode", "receive KV and generate tokens", ("worker", DECODE), WORKER_ENGINE),
+        _tool("chat", "talk to a server in the terminal", "chat", "ChatSettings"),
+        _tool(
             "complete",
             "run a JSONL file of requests; an interrupted run resumes",
-            "pdserve.cli.complete.command:run",
-            (("batch", CLI + "CompleteSettings", ()),),
-            (
-                Positional(
-                    "in",
-                    "file with one request per line: OpenAI batch lines, or objects with "
-                    '"prompt" or "messages"',
-                ),
-                Positional(
-                    "out",
-                    "file with one result per line; requests with a result are not sent again",
-                ),
+            "batch",
+            "CompleteSettings",
+            Positional(
+                "in",
+                "file with one request per line: OpenAI batch lines, or objects with "
+                '"prompt" or "messages"',
+            ),
+            Positional(
+                "out", "file with one result per line; requests with a result are not sent again"
             ),
         ),
-        Command(
+        _tool(
             "bench",
             "send load to a running server and measure its performance",
-            "pdserve.cli.bench.command:run",
-            (("load", CLI + "BenchSettings", ()),),
+            "load",
+            "BenchSettings",
         ),
-        Command(
-            "top",
-            "watch the workers of a running server",
-            "pdserve.cli.top.command:run",
-            (("view", CLI + "TopSettings", ()),),
-        ),
-        Command(
-            "models",
-            "list the models of a running server",
-            "pdserve.cli.models:run",
-            (("server", CLI + "ClientSettings", ()),),
-        ),
-        Command(
+        _tool("top", "watch the workers of a running server", "view", "TopSettings"),
+        _tool("models", "list the models of a running server", "server", "ClientSettings"),
+        _tool(
             "quantize",
             "write a quantized copy of a GGUF model",
-            "pdserve.cli.quantize:run",
-            (("quantization", CLI + "QuantizeSettings", ()),),
-            (
-                Positional("model", "GGUF file, or a Hugging Face id as org/name:file.gguf"),
-                Positional("out", "output file"),
-            ),
+            "quantization",
+            "QuantizeSettings",
+            Positional("model", "GGUF file, or a Hugging Face id as org/name:file.gguf"),
+            Positional("out", "output file"),
         ),
-        Command(
+        _tool(
             "health",
             "probe host:port (gRPC) or a URL (HTTP); exit code 0 if it serves",
-            "pdserve.cli.health:run",
-            (("probe", CLI + "HealthSettings", ()),),
-            (Positional("address", "host:port of a gRPC server, or an http:// URL"),),
+            "probe",
+            "HealthSettings",
+            Positional("address", "host:port of a gRPC server, or an http:// URL"),
         ),
         Command(
             "certs",
             "create a cluster's authority and the certificates of its processes",
-            "pdserve.cli.certs:run",
-            (("certificates", CLI + "CertsSettings", ()),),
+            "pdserve.cli.credentials:certs",
+            (("certificates", "pdserve.cli.options.settings:CertsSettings", ()),),
             (Positional("folder", "output folder; an authority that it already has is reused"),),
         ),
         Command(
             "key",
             "create an API key and its line for --api-key-file",
-            "pdserve.cli.key:run",
+            "pdserve.cli.credentials:key",
             positionals=(Positional("name", "name of the key's owner, for the log"),),
         ),
-        Command(
+        _tool(
             "replay",
             "print recorded hand-offs, check them, or convert them to a simulation",
-            "pdserve.cli.replay:run",
-            (("replay", CLI + "ReplaySettings", ()),),
-            (Positional("ring", "ring file, or a folder of them (--trace-dir)", repeated=True),),
+            "replay",
+            "ReplaySettings",
+            Positional("ring", "ring file, or a folder of them (--trace-dir)", repeated=True),
         ),
-        Command(
+        _tool(
             "report",
             "write diagnostics of a broken system to one file, without secrets",
-            "pdserve.cli.report.command:run",
-            (("report", CLI + "ReportSettings", ()),),
+            "report",
+            "ReportSettings",
         ),
         Command(
             "demo",

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -56,14 +56,13 @@ def system(transport: str) -> Iterator[tuple[ApiClient, Path]]:
     command += ["--kv-transport", transport, "--remote-prefill", "auto", "--log-format", "text"]
     with tempfile.TemporaryDirectory(prefix="pdserve-demo-") as folder:
         log = Path(folder) / "log"
-        started = time.monotonic()
         with (
             log.open("wb") as out,
             subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL) as up,
         ):
             try:
                 client = ApiClient(f"http://127.0.0.1:{port}")
-                wait_ready(up, log, started)
+                wait_ready(up, log)
                 yield client, log
             finally:
                 up.terminate()
@@ -72,13 +71,25 @@ def system(transport: str) -> Iterator[tuple[ApiClient, Path]]:
             raise DemoError(f"pdserve up ended with exit code {code}:\n{tail(log)}")
 
 
-def wait_ready(up: "subprocess.Popen[bytes]", log: Path, started: float) -> None:
+def wait_ready(up: "subprocess.Popen[bytes]", log: Path) -> None:
     """Wait until the system is ready. Raises DemoError if it ends, or takes longer than START_S."""
-    while "pdserve is ready" not in log.read_text(errors="replace"):
+
+    def is_ready() -> bool:
         if up.poll() is not None:
             raise DemoError(f"pdserve up exited before it was ready:\n{tail(log)}")
-        if time.monotonic() - started > START_S:
-            raise DemoError(f"not ready after {START_S:g} s:\n{tail(log)}")
+        return "pdserve is ready" in log.read_text(errors="replace")
+
+    wait_until(is_ready, START_S, lambda: f"not ready after {START_S:g} s:\n{tail(log)}")
+
+
+def wait_until(
+    condition: Callable[[], bool], limit_s: float, describe_failure: Callable[[], str]
+) -> None:
+    """Raises DemoError with the description if the condition does not hold within `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise DemoError(describe_failure())
         time.sleep(0.1)
 
 
@@ -129,43 +140,45 @@ def place(prefill_at: str) -> str:
 def read_prefill_at(log: Path, request: str) -> str:
     """Where the prompt was computed, from the gateway's log line of this request. Raises DemoError
     if there is no such line."""
-    deadline = time.monotonic() + SETTLE_S
-    while True:
-        for line in log.read_text(errors="replace").splitlines():
-            match = re.search(r"prefill_at=(\S+)", line)
-            if request in line and match:
-                return str(match.group(1))
-        if time.monotonic() > deadline:
-            raise DemoError(f"the log has no line for request {request}")
-        time.sleep(0.05)
+    places: list[str] = []
+
+    def is_logged() -> bool:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if request in line]
+        places.extend(place for line in lines for place in re.findall(r"prefill_at=(\S+)", line))
+        return bool(places)
+
+    wait_until(is_logged, SETTLE_S, lambda: f"the log has no line for request {request}")
+    return places[0]
 
 
 def check_metrics(client: ApiClient, metrics_before: Metrics, name: str, expected: str) -> None:
     """Verify one more prompt at the expected place and none elsewhere, and KV bytes only if
     remote."""
     label = "local" if expected == "local" else "remote"
-    deadline = time.monotonic() + SETTLE_S
-    while True:
-        metrics_now = metrics(client)
-        deltas = {key: value - metrics_before.get(key, 0.0) for key, value in metrics_now.items()}
-        counts = {
-            kind: deltas.get(f'pdserve_prefill_requests_total{{where="{kind}"}}', 0.0)
-            for kind in ("local", "remote")
-        }
+    counts: dict[str, float] = {}
+    sent = 0.0
+
+    def is_as_expected() -> bool:
+        nonlocal sent
+        now = metrics(client)
+        deltas = {key: value - metrics_before.get(key, 0.0) for key, value in now.items()}
+        for kind in ("local", "remote"):
+            counts[kind] = deltas.get(f'pdserve_prefill_requests_total{{where="{kind}"}}', 0.0)
         sent = sum(
             value
             for key, value in deltas.items()
             if key.startswith("pdserve_transfer_bytes_total") and f'transport="{expected}"' in key
         )
-        counts_match = counts == {"local": 0.0, "remote": 0.0} | {label: 1.0}
-        if counts_match and (sent > 0) == (label == "remote"):
-            print(f"    /metrics: {label} +1, {sent / 1e6:.1f} MB of KV sent and received")
-            return
-        if time.monotonic() > deadline:
-            raise DemoError(
-                f"unexpected /metrics after the {name} question: {counts} prefills, {sent:g} bytes"
-            )
-        time.sleep(0.1)
+        is_remote = label == "remote"
+        expected_counts = {"local": float(not is_remote), "remote": float(is_remote)}
+        return counts == expected_counts and (sent > 0) == is_remote
+
+    wait_until(
+        is_as_expected,
+        SETTLE_S,
+        lambda: f"unexpected /metrics after the {name} question: {counts} prefills, {sent:g} bytes",
+    )
+    print(f"    /metrics: {label} +1, {sent / 1e6:.1f} MB of KV sent and received")
 
 
 def metrics(client: ApiClient) -> Metrics:

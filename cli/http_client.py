@@ -4,19 +4,20 @@ package. It opens one connection per call and bounds responses."""
 import http.client
 import json
 import socket
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from pdserve.cli.options import ClientSettings
+from pdserve.cli.options import ClientSettings, CommandError
 
 MAX_ANSWER_BYTES = 16 << 20
 MAX_LINE_BYTES = 1 << 20
 BROKEN = "broken"  # the code of a response that did not end
 
 
-class ApiError(Exception):
+class ApiError(CommandError):
     """The server cannot be reached, or returned an error. `status` is 0 without a response; `code`
     is the API's name of the error."""
 
@@ -24,19 +25,12 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.code = code
-
-
-def advice(error: ApiError) -> str:
-    """Advice for the user, on a separate line; empty if there is none."""
-    if error.status == 0 and error.code != BROKEN:
-        text = "Start a server with `pdserve up` in another terminal, or set --url."
-    elif error.status == 401:
-        text = "Pass the server's key with --api-key (or PDSERVE_API_KEY)."
-    elif error.code == "context_length_exceeded":
-        text = "Type /reset to clear the conversation, then /retry to ask the question again."
-    else:
-        return ""
-    return f"\n{text}"
+        if status == 0 and code != BROKEN:
+            self.advice = "\nStart a server with `pdserve up` in another terminal, or set --url."
+        elif status == 401:
+            self.advice = "\nPass the server's key with --api-key (or PDSERVE_API_KEY)."
+        elif code == "context_length_exceeded":
+            self.advice = "\nType /reset to clear the conversation, then /retry to ask again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +96,8 @@ class ApiClient:
 
     def get(self, path: str) -> bytes:
         """The body of a 2xx response. Raises ApiError on any other."""
-        connection, response = self._send("GET", path, None)
-        try:
+        with self._open("GET", path, None) as response:
             return self._body(response)
-        finally:
-            connection.close()
 
     def get_json(self, path: str) -> Any:
         """The parsed body of a 2xx response. Raises ApiError."""
@@ -114,62 +105,55 @@ class ApiClient:
 
     def models(self) -> list[dict[str, Any]]:
         """The entries of /v1/models. Raises ApiError."""
-        try:
-            return entries_of(self.get_json("/v1/models"))
-        except ValueError:
-            raise self._unexpected_response() from None
+        return entries_of(self.get_json("/v1/models"), self.url)
 
     def post_json(self, path: str, body: dict[str, Any]) -> Any:
         """The parsed body of a 2xx response to a JSON body. Raises ApiError."""
-        connection, response = self._send("POST", path, body)
-        try:
+        with self._open("POST", path, body) as response:
             return self._json(self._body(response))
-        finally:
-            connection.close()
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The data of each server-sent event up to [DONE]. Raises ApiError.
 
         Closing the iterator closes the connection, which cancels the request.
         """
-        connection, response = self._send("POST", path, {**body, "stream": True})
-        try:
-            while line := response.readline(MAX_LINE_BYTES):
-                if not line.startswith(b"data:"):
-                    continue
-                data = line.removeprefix(b"data:").strip()
-                if data == b"[DONE]":
-                    return
-                event = self._json(data)
-                if not isinstance(event, dict):
-                    raise self._unexpected_response()
-                if error := event.get("error"):
-                    raise _error(error, response.status)
-                yield event
-            raise ApiError("the response ended early", code=BROKEN)
-        except (OSError, http.client.HTTPException) as error:
-            raise ApiError(f"the connection to {self.url} failed: {error}", code=BROKEN) from None
-        finally:
-            connection.close()
+        with self._open("POST", path, {**body, "stream": True}) as response:
+            try:
+                while line := response.readline(MAX_LINE_BYTES):
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line.removeprefix(b"data:").strip()
+                    if data == b"[DONE]":
+                        return
+                    event = self._json(data)
+                    if not isinstance(event, dict):
+                        raise unexpected_response(self.url)
+                    if error := event.get("error"):
+                        raise _error(error, response.status)
+                    yield event
+            except (OSError, http.client.HTTPException) as error:
+                raise self._broken(error) from None
+        raise ApiError("the response ended early", code=BROKEN)
 
-    def _send(
+    @contextmanager
+    def _open(
         self, method: str, path: str, body: dict[str, Any] | None
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Yield a 2xx response, whose connection is closed at the end of the block."""
         connection = self._connection()
         try:
             data = None if body is None else json.dumps(body).encode()
-            connection.request(method, self._address.prefix + path, data, self._headers)
-            response = connection.getresponse()
+            try:
+                connection.request(method, self._address.prefix + path, data, self._headers)
+                response = connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                raise ApiError(f"no server responds at {self.url} ({error})") from None
             if response.status >= 300:
                 status_text = f"{response.status} {response.reason}"
                 raise error_of(self._body(response), response.status, status_text)
-        except (OSError, http.client.HTTPException) as error:
+            yield response
+        finally:
             connection.close()
-            raise ApiError(f"no server responds at {self.url} ({error})") from None
-        except ApiError:
-            connection.close()
-            raise
-        return connection, response
 
     def _connection(self) -> http.client.HTTPConnection:
         address = self._address
@@ -182,10 +166,13 @@ class ApiClient:
         try:
             body = response.read(MAX_ANSWER_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
-            raise ApiError(f"the connection to {self.url} failed: {error}", code=BROKEN) from None
+            raise self._broken(error) from None
         if len(body) > MAX_ANSWER_BYTES:
             raise ApiError("the response is too large")
         return body
+
+    def _broken(self, error: Exception) -> ApiError:
+        return ApiError(f"the connection to {self.url} failed: {error}", code=BROKEN)
 
     def _json(self, data: bytes) -> Any:
         try:
@@ -194,11 +181,6 @@ class ApiClient:
             raise ApiError(
                 f"{self.url} did not return JSON; check that it is a pdserve server"
             ) from None
-
-    def _unexpected_response(self) -> ApiError:
-        return ApiError(
-            f"{self.url} does not respond like OpenAI's API; check that it is a pdserve server", 502
-        )
 
 
 def client_of(settings: ClientSettings, timeout_s: float = 600.0) -> ApiClient:
@@ -215,14 +197,21 @@ def error_of(body: bytes, status: int, default_message: str) -> ApiError:
         return ApiError(default_message, status)
 
 
-def entries_of(models: Any) -> list[dict[str, Any]]:
-    """The entries of a /v1/models response. Raises ValueError if it is not a list of models."""
+def entries_of(models: Any, url: str) -> list[dict[str, Any]]:
+    """The entries of a /v1/models response. Raises ApiError if it is not a list of models."""
     entries = models.get("data") if isinstance(models, dict) else None
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict) and isinstance(entry.get("id"), str) for entry in entries
     ):
-        raise ValueError("not a list of models")
+        raise unexpected_response(url)
     return entries
+
+
+def unexpected_response(url: str) -> ApiError:
+    """The error of a response with another shape than OpenAI's API defines."""
+    return ApiError(
+        f"{url} does not respond like OpenAI's API; check that it is a pdserve server", 502
+    )
 
 
 def _error(error: Any, status: int) -> ApiError:

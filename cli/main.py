@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.cli.commands import COMMANDS, STOPPED, Command, known_names
-from pdserve.cli.options import OptionError, Settings, parse, resolve, translate
+from pdserve.cli.options import CommandError, OptionError, Settings, parse, resolve, translate
 from pdserve.services.common.process import hide_arguments
 
 
@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog = f"pdserve {args[0]}" if args and args[0] in (*COMMANDS, "config") else "pdserve"
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
+    except CommandError as error:
+        print(f"pdserve {args[0]}: {error}{error.advice}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return STOPPED
     except BrokenPipeError:

@@ -1,10 +1,9 @@
 """`pdserve models` prints the models of a running server."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdserve.cli.http_client import ApiError, advice, client_of
+from pdserve.cli.http_client import client_of
 from pdserve.cli.options import ClientSettings, Settings
 
 COLUMNS = {
@@ -19,14 +18,8 @@ SHORT = 12  # hex digits of an identity
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Print a table; return 1 if the server does not respond."""
-    try:
-        api = client_of(settings.build(ClientSettings), timeout_s=10.0)
-        models = api.models()
-    except ApiError as error:
-        print(f"pdserve models: {error}{advice(error)}", file=sys.stderr)
-        return 1
-    print(table(models), end="")
+    """Print a table. Raises ApiError if the server does not respond."""
+    print(table(client_of(settings.build(ClientSettings), timeout_s=10.0).models()), end="")
     return 0
 
 

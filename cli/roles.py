@@ -5,6 +5,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from pdserve.cli.options import OptionError, Settings
 from pdserve.cli.up import Share, machine_cores, take
@@ -12,6 +14,9 @@ from pdserve.services.common.auth import Role
 from pdserve.services.common.logs import logs_json, quiet_grpc_core
 from pdserve.services.common.options import ServerSettings
 from pdserve.services.common.process import raise_open_files, use_grpc_poller
+
+if TYPE_CHECKING:
+    from pdserve.services.worker import WorkerSettings
 
 log = logging.getLogger(__name__)
 
@@ -51,32 +56,30 @@ def picker(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def prefill(settings: Settings, positionals: Mapping[str, str]) -> int:
-    quiet_grpc_core(settings.values["log_format"].value)
-    from pdserve.engine.api import EngineConfig
     from pdserve.services.worker import PrefillSettings
 
-    require(settings, "routers")
-    role_settings = settings.build(PrefillSettings)
-    limit_threads(role_settings.threads)
-    check_trust(role_settings, Role.PREFILL)
-    check_sealing(role_settings.encrypt_kv, bool(role_settings.cluster_cert))
-    from pdserve.services.prefill import run
-
-    return guarded(lambda: run(role_settings, settings.build(EngineConfig)))
+    return _worker(settings, PrefillSettings, Role.PREFILL)
 
 
 def decode(settings: Settings, positionals: Mapping[str, str]) -> int:
-    quiet_grpc_core(settings.values["log_format"].value)
-    from pdserve.engine.api import EngineConfig
     from pdserve.services.worker import DecodeSettings
 
-    require(settings, "routers")
-    role_settings = settings.build(DecodeSettings)
-    limit_threads(role_settings.threads)
-    check_trust(role_settings, Role.DECODE)
-    check_sealing(role_settings.encrypt_kv, bool(role_settings.cluster_cert))
-    from pdserve.services.decode import run
+    return _worker(settings, DecodeSettings, Role.DECODE)
 
+
+def _worker(settings: Settings, cls: "type[WorkerSettings]", role: Role) -> int:
+    quiet_grpc_core(settings.values["log_format"].value)
+    from pdserve.engine.api import EngineConfig
+
+    require(settings, "routers")
+    role_settings = settings.build(cls)
+    limit_threads(role_settings.threads)
+    check_trust(role_settings, role)
+    if role_settings.encrypt_kv and not role_settings.cluster_cert:
+        raise OptionError(
+            "--encrypt-kv requires certificates, because its keys are sent between the processes"
+        )
+    run = resolve_name(f"pdserve.services.{role}:run")  # imports torch, after limit_threads
     return guarded(lambda: run(role_settings, settings.build(EngineConfig)))
 
 
@@ -97,14 +100,6 @@ def check_trust(host_settings: ServerSettings, role: Role) -> None:
             raise ValueError(f"--cluster-cert has the role {access.role()}, but this is a {role}")
     except (OSError, ValueError) as error:
         raise OptionError(str(error)) from None
-
-
-def check_sealing(encrypt_kv: bool, has_certificates: bool) -> None:
-    """Raises OptionError if the encryption keys of KV would cross the network in plain text."""
-    if encrypt_kv and not has_certificates:
-        raise OptionError(
-            "--encrypt-kv requires certificates, because its keys are sent between the processes"
-        )
 
 
 def limit_threads(threads: int) -> None:

@@ -21,11 +21,10 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 from systems.served_gateway import served_gateway
 
-from pdserve.cli.chat.command import COMMANDS as CHAT_COMMANDS
+from pdserve.cli.chat import COMMANDS as CHAT_COMMANDS
 from pdserve.cli.commands import COMMANDS
 from pdserve.cli.options.aliases import ALIASES
-from pdserve.cli.options.options import Option
-from pdserve.cli.options.sources import CONFIG_ENV
+from pdserve.cli.options.options import CONFIG_ENV, Option
 from pdserve.engine.architectures import find_spec
 from pdserve.gateway.http import create_app
 

@@ -9,16 +9,62 @@ name the types of each file), and bf16. Prints one JSON object; needs tests/supp
 """
 
 import json
+import math
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import weights
 from contender import Contender, engine_command, llama_command
 from peers import PEERS, ROOT, say
-from quality import joined, mismatches, perplexity, windows
 from weights import TYPES, bf16_folder, gemma_gguf, shipped_gguf, typed_gguf
+
+Top = Sequence[tuple[int, float]]  # ids and log-probabilities, best first
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A position whose best id is not float32's."""
+
+    position: int
+    expected: int
+    got: int
+    gap: float  # between the two in float32, in log-probability
+    at_least: bool  # `got` is not among float32's candidates: the gap is that to the last candidate
+
+
+def mismatches(reference: Sequence[Top], argmax: Sequence[int]) -> list[Mismatch]:
+    """Mismatches in order. Raises ValueError if the numbers of positions differ."""
+    if len(reference) != len(argmax):
+        raise ValueError(f"{len(reference)} positions of the reference, {len(argmax)} others")
+    found = []
+    for position, (top, got) in enumerate(zip(reference, argmax, strict=True)):
+        best, highest = top[0]
+        if got == best:
+            continue
+        known = dict(top)
+        gap = highest - known.get(got, top[-1][1])
+        found.append(Mismatch(position, best, got, round(gap, 6), got not in known))
+    return found
+
+
+def perplexity(nll: Sequence[float]) -> float:
+    """Perplexity from the mean over all positions; not finite if a score is not."""
+    return math.exp(math.fsum(nll) / len(nll)) if all(map(math.isfinite, nll)) else math.nan
+
+
+def joined(parts: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The scores of several windows as one."""
+    return {key: [one for part in parts for one in part[key]] for key in parts[0]}
+
+
+def windows(ids: Sequence[int], length: int, first: Sequence[int] = ()) -> list[list[int]]:
+    """Whole windows of `length` ids, each starting with `first` (a bos id, or nothing)."""
+    step = length - len(first)
+    return [[*first, *ids[at : at + step]] for at in range(0, len(ids) - step + 1, step)]
+
 
 WINDOW = 513
 REFERENCE = ("kernels=reference", "weights=float32", "kv_dtype=float32")
@@ -28,8 +74,8 @@ def text_windows(model: Path) -> list[list[int]]:
     """The text as ids of the model; each window starts with bos if the model needs one."""
     from transformers import AutoTokenizer
 
-    where = (model, {}) if model.is_dir() else (model.parent, {"gguf_file": model.name})
-    tokenizer = AutoTokenizer.from_pretrained(where[0], **where[1])
+    folder, options = (model, {}) if model.is_dir() else (model.parent, {"gguf_file": model.name})
+    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     text = (ROOT / "benchmarks/text/prose.txt").read_text()
     ids = tokenizer.encode(text, add_special_tokens=False)
     begun = tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]
@@ -78,15 +124,12 @@ def agreement(name: str, path: Path) -> dict[str, Any]:
 def path_quality(path: Path) -> dict[str, Any]:
     """Perplexity of one file on the native backend, and in float32 with its dequantized weights."""
     asked = text_windows(path)
-    exact = perplexity(
-        scores(f"{path.name} float32", engine_command(path, *REFERENCE), asked)["nll"]
-    )
-    ours = perplexity(
-        scores(f"{path.name} native", engine_command(path, "kernels=native"), asked)["nll"]
-    )
-    off = ours / exact - 1
+    exact = scores(f"{path.name} float32", engine_command(path, *REFERENCE), asked)
+    native = scores(f"{path.name} native", engine_command(path, "kernels=native"), asked)
+    figures = {"float32": perplexity(exact["nll"]), "native": perplexity(native["nll"])}
     types = stored_types(path) if path.is_file() else {"BF16": -1}
-    return {"float32": exact, "native": ours, "off": round(off, 5), "types": types}
+    off = round(figures["native"] / figures["float32"] - 1, 5)
+    return figures | {"off": off, "types": types}
 
 
 def main() -> None:

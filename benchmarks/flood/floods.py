@@ -18,11 +18,14 @@ from functools import partial
 from typing import Any
 
 import grpc
-from raw_http import Connection, request
 
+from pdserve.cli.async_client import AsyncApi
+from pdserve.cli.http_client import ApiError
+from pdserve.cli.options import ClientSettings
 from pdserve.protos import common_pb2, router_pb2, router_pb2_grpc, text_pb2, text_pb2_grpc
 
 CONNECTIONS = 24
+LOST = "0"  # the status of a request without a response
 KEY, MODEL = "flood", "SmolLM2-135M-Instruct"
 LONG = "one two three four five six seven eight nine ten eleven twelve " * 400
 BEARER = (("authorization", f"Bearer {KEY}"),)
@@ -49,15 +52,21 @@ class Http:
     body: Any = None
 
     async def open(self, stack: AsyncExitStack, places: Places) -> Ask:
-        connection = await stack.enter_async_context(Connection(places.http))
-        made = request(places.http, self.method, self.path, self.body, KEY)
+        api = AsyncApi(ClientSettings(url=f"http://{places.http}", api_key=(KEY,)))
+        stack.callback(api.close)
+        prepared = json.dumps(self.body).encode()
+        is_numbered = "{number}" in str((self.body or {}).get("prompt"))
 
         async def ask(number: int) -> str:
-            asked = made
-            if self.body and "{number}" in str(self.body.get("prompt")):
+            data = prepared
+            if is_numbered:
                 body = self.body | {"prompt": self.body["prompt"].format(number=number)}
-                asked = request(places.http, self.method, self.path, body, KEY)
-            return str((await connection.ask(asked))[0])
+                data = json.dumps(body).encode()
+            call = api.get(self.path) if self.method == "GET" else api.post(self.path, data)
+            try:
+                return str((await call).status)
+            except ApiError:
+                return LOST
 
         return ask
 

@@ -1,4 +1,4 @@
-"""Streams of chat completions over plain sockets, each piece with the time of its arrival.
+"""Streams of chat completions, each piece with the time of its arrival.
 
 Pieces are parsed after their stream has ended: with many clients in one process, the time spent on
 one would count as latency of the others.
@@ -8,7 +8,11 @@ import asyncio
 import json
 import re
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
+
+from pdserve.cli.async_client import AsyncApi
+from pdserve.cli.options import ClientSettings
 
 PIECE = re.compile(rb'"content":"((?:[^"\\]|\\.)+)"')
 FIRST_MARK = ord("!")
@@ -29,36 +33,20 @@ class Stream:
                 self.arrived.append(now)
 
 
-class _Client(asyncio.Protocol):
-    """Record the received data with arrival times."""
-
-    def __init__(self) -> None:
-        self.pieces: list[tuple[float, bytes]] = []
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def data_received(self, data: bytes) -> None:
-        self.pieces.append((time.monotonic(), data))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.ended.set_result(None)
-
-
-async def stream(address: str, model: str, prompt: str, num_tokens: int) -> Stream:
-    """Request this many greedy tokens. Raises RuntimeError unless all arrive."""
-    host, _, port = address.partition(":")
-    body = json.dumps({
-        "model": model, "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": num_tokens, "temperature": 0, "stream": True,
-    }).encode()  # fmt: skip
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address}\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    loop = asyncio.get_running_loop()
-    transport, client = await loop.create_connection(_Client, host, int(port))
+async def stream(api: AsyncApi, model: str, prompt: str, num_tokens: int) -> Stream:
+    """Request this many greedy tokens. Raises RuntimeError unless all arrive, ApiError if the
+    server refuses."""
+    body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
+    body |= {"max_tokens": num_tokens, "temperature": 0, "stream": True}
+    pieces: list[tuple[float, bytes]] = []
     found = Stream(time.monotonic())
-    transport.write((head + "Connection: close\r\n\r\n").encode() + body)
-    await client.ended
+
+    def on_body(piece: bytes, _: float) -> None:
+        pieces.append((time.monotonic(), piece))
+
+    (await api.post("/v1/chat/completions", body, on_body)).check()
     rest = b""
-    for now, data in client.pieces:
+    for now, data in pieces:
         whole, end, rest = (rest + data).rpartition(b"\n\n")
         found.take(whole + end, now)
     if len(found.marks) != num_tokens:
@@ -70,6 +58,7 @@ async def streams(
     address: str, model: str, count: int, num_tokens: int, prompt: str = "Go."
 ) -> list[Stream]:
     """Run this many streams at once."""
-    return await asyncio.gather(
-        *(stream(address, model, f"{n} {prompt}", num_tokens) for n in range(count))
-    )
+    with closing(AsyncApi(ClientSettings(url=f"http://{address}"))) as api:
+        return await asyncio.gather(
+            *(stream(api, model, f"{n} {prompt}", num_tokens) for n in range(count))
+        )

@@ -16,11 +16,12 @@ from typing import Any
 import machine
 import uvloop
 from front import one_stream
-from front.clients import Stream, stream, streams
+from front.clients import Stream, streams
 from front.clock import latency_s
 from front.fast_decode import MODEL
 from front.fast_system import FastSystem
 
+from pdserve.cli.load import percentile
 from pdserve.services.common.auth import Role
 
 STEP_S = {1: 0.002, 32: 0.01, 128: 0.02}  # by streams
@@ -29,10 +30,6 @@ MANY, FEW_TOKENS = 128, 40
 ROUNDS = 5
 AT_ONCE = 64
 LONG_PROMPT = 128 << 10
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[int(share * (len(values) - 1))]
 
 
 def latencies_ms(system: FastSystem, answers: list[Stream]) -> list[float]:
@@ -100,7 +97,7 @@ def latency() -> dict[str, Any]:
         warm(system)
         answers = uvloop.run(streams(system.http, MODEL, AT_ONCE, 500))
         added = latencies_ms(system, answers)
-    p50, p99 = statistics.median(added), percentile(added, 0.99)
+    p50, p99 = statistics.median(added), percentile(sorted(added), 99)
     return {"p50_ms": round(p50, 2), "p99_ms": round(p99, 2), "streams": AT_ONCE}
 
 
@@ -110,8 +107,8 @@ def long_prompt() -> dict[str, Any]:
         warm(system)
         calm = uvloop.run(streams(system.http, MODEL, 16, 500))
         shaken, asked_at, done_at = uvloop.run(_beside_a_long_prompt(system))
-    without = percentile(_gaps_ms(calm), 0.99)
-    beside = percentile(_gaps_ms(shaken), 0.99)
+    without = percentile(sorted(_gaps_ms(calm)), 99)
+    beside = percentile(sorted(_gaps_ms(shaken)), 99)
     within = any(asked_at < t < done_at for answer in shaken for t in answer.arrived)
     if not within:
         raise RuntimeError("no token of another stream arrived while the prompt was prepared")
@@ -121,7 +118,7 @@ def long_prompt() -> dict[str, Any]:
 async def _beside_a_long_prompt(system: FastSystem) -> tuple[list[Stream], float, float]:
     others = asyncio.create_task(streams(system.http, MODEL, 16, 500))
     await asyncio.sleep(1.0)
-    long = await stream(system.http, MODEL, "a" * LONG_PROMPT, 2)
+    (long,) = await streams(system.http, MODEL, 1, 2, "a" * LONG_PROMPT)
     return await others, long.asked, long.arrived[0]
 
 

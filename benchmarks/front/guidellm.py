@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from systems.eventually import wait_until
 
 from pdserve.cli.async_client import AsyncApi
-from pdserve.cli.bench.command import make_prompts
+from pdserve.cli.bench import make_prompts
 from pdserve.cli.options import ClientSettings
 
 ROOT = Path(__file__).parents[2]

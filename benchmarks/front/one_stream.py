@@ -1,15 +1,17 @@
 """One stream over HTTP from mixed workers, alternating with the same engine in this process."""
 
-import http.client
+import asyncio
 import json
 import time
 from typing import Any
-from urllib.parse import urlsplit
 
 import machine
 from ratios import compared
 from systems.fleet import Fleet
 
+from pdserve.cli.async_client import AsyncApi
+from pdserve.cli.load import Sample, send_request
+from pdserve.cli.options import ClientSettings
 from pdserve.engine.api import EngineConfig, NewTokens, Request, SamplingParams
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
@@ -34,23 +36,21 @@ def in_process(engine: Engine) -> float:
 def over_http(url: str) -> float:
     """Tokens per second over HTTP, from the first to the last text of a stream at the client.
     Raises RuntimeError unless nearly every token has a separate chunk."""
-    address = urlsplit(url)
-    connection = http.client.HTTPConnection(str(address.hostname), address.port)
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
     body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    arrived: list[tuple[float, bytes]] = []
-    for line in connection.getresponse():
-        if line.startswith(b"data: {"):
-            arrived.append((time.perf_counter(), line))
-    connection.close()
-    chunks = [(now, json.loads(line[6:])) for now, line in arrived]
-    texts = [now for now, chunk in chunks if chunk["choices"] and chunk["choices"][0]["text"]]
-    counted = chunks[-1][1]["usage"]["completion_tokens"]
-    if counted != TOKENS or len(texts) < TOKENS - 1:
-        raise RuntimeError(f"{counted} of {TOKENS} tokens in {len(texts)} chunks")
-    return (TOKENS - 1) / (texts[-1] - texts[0])
+    samples: list[Sample] = []
+
+    async def send() -> None:
+        api = AsyncApi(ClientSettings(url=url))
+        await send_request(api, "/v1/completions", json.dumps(body).encode(), samples.append)
+        api.close()
+
+    asyncio.run(send())
+    (sample,) = samples
+    if sample.output_tokens != TOKENS or len(sample.arrivals) < TOKENS - 1:
+        chunks = len(sample.arrivals)
+        raise RuntimeError(f"{sample.output_tokens} of {TOKENS} tokens in {chunks} chunks")
+    return 1 / sample.tpot_s
 
 
 def _rate(times: list[float]) -> float:

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HELD, FAILED, SKIPPED = "held", "failed", "skipped"
-
 
 class MeasuredPart:
     """One part; the folder has the records of earlier parts."""
@@ -25,7 +23,7 @@ class MeasuredPart:
         self.device = "cpu" if self.fake else "cuda"
         self._name = name
         self._ends_s = time.monotonic() + options.seconds
-        self.record: dict[str, Any] = {"checks": {}, "figures": {}}
+        self.record: dict[str, Any] = {"figures": {}, "skipped": {}}
 
     @property
     def left_s(self) -> float:
@@ -36,18 +34,9 @@ class MeasuredPart:
         self.record["figures"] |= figures
         self._write()
 
-    def check(self, name: str, holds: bool, unless_fake: bool = False) -> None:
-        """Record a check that passes or fails; `unless_fake`: it is about speed, so the fake device
-        skips it."""
-        if self.fake and unless_fake:
-            self.skip(name, "a fake device has no speed")
-        else:
-            self.record["checks"][name] = HELD if holds else FAILED
-            self._write()
-
     def skip(self, name: str, reason: str) -> None:
-        """Record a check that cannot be made, and the reason."""
-        self.record["checks"][name] = f"{SKIPPED}: {reason}"
+        """Record the name of a figure that cannot be measured here, and the reason."""
+        self.record["skipped"][name] = reason
         self._write()
 
     def earlier(self, name: str) -> dict[str, Any]:

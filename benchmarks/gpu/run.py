@@ -1,11 +1,11 @@
-"""Prove the GPU part in one call, on a machine with a GPU and without network, in at most 590
+"""Measure the GPU part in one call, on a machine with a GPU and without network, in at most 590
 seconds: `make bench-gpu ARGS=prepare` on a machine with network, `make bench-gpu` there.
 
 Each part is a separate process (parts/), so that a fault in one does not affect another, and is
-killed when its time is over. The JSON is written after each part: every part has a status (passed,
-failed, skipped or out of time), the reason, its seconds, its checks and its figures. The last line
-printed is the same object; the exit code is 0 if every part has passed, 2 if none failed but some
-could not run.
+killed when its time is over. The JSON is written after each part: every part has a status (done,
+failed, skipped or out of time), the reason, its seconds and its figures. The last line printed is
+the same object; the exit code is 0 if every part is done, 1 if one failed, 2 if none failed but
+some could not run.
 
 `--fake`: all parts on a CPU, with kernels interpreted and tiny sizes; its figures mean nothing.
 """
@@ -24,14 +24,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prepare import prepare
-
-from build import ROOT, build, environment, install
+from installation import ROOT, build, environment, install, prepare
 
 LIMIT_S = 590.0
 SPARE_S = 3.0  # to write the result and exit
 PARTS = Path(__file__).with_name("parts")
-PASSED, FAILED, SKIPPED, OUT_OF_TIME = "passed", "failed", "skipped", "out of time"
+DONE, FAILED, SKIPPED, OUT_OF_TIME = "done", "failed", "skipped", "out of time"
 
 
 class Planned(NamedTuple):
@@ -54,7 +52,6 @@ ORDER = (
     Planned("sanitizer", 200, beside="invariance"),
     Planned("handoff", 60),
     Planned("throughput", 180),
-    Planned("comparator", 120),
 )
 
 
@@ -113,27 +110,21 @@ class Run:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         path = self._folder / f"{planned.name}.json"
-        record = json.loads(path.read_text()) if path.exists() else {"checks": {}, "figures": {}}
-        status, reason = judged(record, code, limit_s)
+        record = json.loads(path.read_text()) if path.exists() else {"figures": {}, "skipped": {}}
+        status, reason = outcome(record, code, limit_s)
         self.note(planned.name, status, reason, time.monotonic() - started, **record)
 
 
-def judged(record: dict[str, Any], code: int | None, limit_s: float) -> tuple[str, str]:
+def outcome(record: dict[str, Any], code: int | None, limit_s: float) -> tuple[str, str]:
     """(status, reason) of a part that ended with that code; None: it was killed."""
-    checks: dict[str, str] = record["checks"]
-    failed = [name for name, verdict in checks.items() if verdict == "failed"]
-    skipped = [f"{n}: {v[9:]}" for n, v in checks.items() if v.startswith("skipped: ")]
-    if failed:
-        return FAILED, ", ".join(failed)
+    skipped = "; ".join(f"{name}: {reason}" for name, reason in record["skipped"].items())
     if code is None:
         return OUT_OF_TIME, f"it took more than {limit_s:.0f} s"
     if record.get("error") or code:
         return FAILED, record.get("error", f"its process ended with {code}")
-    if not checks:
-        return FAILED, "it has told nothing"
-    if len(skipped) == len(checks):
-        return SKIPPED, "; ".join(skipped)
-    return PASSED, "; ".join(f"without {text}" for text in skipped)
+    if record["figures"]:
+        return DONE, f"except {skipped}" if skipped else ""
+    return (SKIPPED, skipped) if skipped else (FAILED, "it has written no figures")
 
 
 def commit() -> str:
@@ -151,8 +142,8 @@ def built(run: Run, begun: "subprocess.Popen[bytes]", started: float) -> bool:
     except subprocess.TimeoutExpired:
         os.killpg(begun.pid, signal.SIGKILL)
         code = None
-    status = {0: PASSED, None: OUT_OF_TIME}.get(code, FAILED)
-    run.note("build", status, "" if not code else "see what it said", time.monotonic() - started)
+    status = {0: DONE, None: OUT_OF_TIME}.get(code, FAILED)
+    run.note("build", status, "" if not code else "see its output", time.monotonic() - started)
     return code == 0
 
 
@@ -226,7 +217,7 @@ def main() -> int:
         all_parts(run, options.parts, options.wheels)
     print(json.dumps(run.result))
     found = {about["status"] for about in run.result["parts"].values()}
-    return 1 if FAILED in found else 2 if found != {PASSED} else 0
+    return 1 if FAILED in found else 2 if found != {DONE} else 0
 
 
 if __name__ == "__main__":

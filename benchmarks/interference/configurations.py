@@ -16,10 +16,11 @@ from typing import Any
 import httpx
 import psutil
 from interference.arrivals import LONG, SHAPES, SHORT, Schedule, prompt_ids
-from interference.client import Answer, Asked, open_loop, request_bytes
-from interference.figures import SEPARATED, summary
-from prompts import ROOT, reference_tokenizer
+from interference.client import PlannedRequest, open_loop, request_body
+from interference.figures import SEPARATED, Answer, summary
 from systems.fleet import Fleet
+from systems.sources import ROOT
+from weights import reference_tokenizer
 
 CHUNKS = (64, 128, 256, 512, 1024)
 KV_TOKENS = "131072"  # of each worker: no request waits for blocks
@@ -51,15 +52,13 @@ class Prompts:
         self._vocab = len(tokenizer)
         listed = httpx.get(f"{url}/v1/models", timeout=30).raise_for_status().json()
         self._model = str(listed["data"][0]["id"])
-        self._host = url.removeprefix("http://")
 
-    def ask(self, kind: str, number: int, at_s: float = 0.0) -> Asked:
+    def ask(self, kind: str, number: int, at_s: float = 0.0) -> PlannedRequest:
         """Request `number` of a kind, to be sent at a time."""
         ids = prompt_ids(self._text, self._vocab, kind, number)
-        data = request_bytes(self._host, self._model, ids, SHAPES[kind].new)
-        return Asked(kind, at_s, data)
+        return PlannedRequest(kind, at_s, request_body(self._model, ids, SHAPES[kind].new))
 
-    def all_of(self, schedule: Schedule) -> list[Asked]:
+    def all_of(self, schedule: Schedule) -> list[PlannedRequest]:
         return [self.ask(a.kind, a.number, a.at_s) for a in schedule.arrivals]
 
 
@@ -76,8 +75,8 @@ def processor_s(fleet: Fleet) -> dict[str, float]:
 def warm_up(fleet: Fleet, prompts: Prompts) -> None:
     """Run both kinds of request on every worker before anything is measured. Raises RuntimeError if
     one fails."""
-    asked = [prompts.ask(kind, WARM_UP_FROM + n) for n, kind in enumerate(WARM_UP)]
-    if len(asyncio.run(open_loop(fleet.url, asked))) < len(asked):
+    requests = [prompts.ask(kind, WARM_UP_FROM + n) for n, kind in enumerate(WARM_UP)]
+    if len(asyncio.run(open_loop(fleet.url, requests))) < len(requests):
         raise RuntimeError("the system does not answer")
 
 
@@ -85,16 +84,16 @@ def run(name: str, schedule: Schedule) -> dict[str, Any]:
     """One run: the raw answers and the summary."""
     with system(name) as fleet:
         prompts = Prompts(fleet.url)
-        asked = prompts.all_of(schedule)
+        requests = prompts.all_of(schedule)
         warm_up(fleet, prompts)
         before, local, remote = processor_s(fleet), *_prefills(fleet)
         started = time.monotonic()
-        answers = asyncio.run(open_loop(fleet.url, asked))
+        answers = asyncio.run(open_loop(fleet.url, requests))
         lasted = time.monotonic() - started
         after = processor_s(fleet)
         moved = [a - b for a, b in zip(_prefills(fleet), (local, remote), strict=True)]
     figures = summary(answers, schedule.seconds)
-    figures["failed"] = len(asked) - len(answers)
+    figures["failed"] = len(requests) - len(answers)
     figures["prefills"] = dict(zip(("local", "remote"), moved, strict=True))
     figures["cores_used"] = {k: round((after[k] - v) / lasted, 3) for k, v in before.items()}
     figures["load"] = round(os.getloadavg()[0], 2)

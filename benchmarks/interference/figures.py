@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from interference.arrivals import LONG, SHAPES, SHORT
-from interference.client import Answer
 
 TTFT_SLACK = 1.25
 # A request is good if its first token arrives within the first number of seconds, and 99 % of its
@@ -19,6 +18,18 @@ TTFT_SLACK = 1.25
 GOOD_TTFT_S = {LONG: 15.0, SHORT: 1.0}
 GOOD_ITL_S = 0.05
 SEPARATED = "separated"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One whole stream; seconds since the start of the run."""
+
+    kind: str
+    planned_s: float
+    sent_s: float
+    events_s: tuple[float, ...]  # when each event with text arrived
+    prompt_tokens: int
+    completion_tokens: int
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -43,25 +54,12 @@ def is_good(answer: Answer) -> bool:
     return quick and percentile(gaps(answer), 0.99) <= GOOD_ITL_S
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Spread of times, in milliseconds."""
-
-    p50: float
-    p90: float
-    p99: float
-    max: float
-    mean: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Spread":
-        ranks = [round(1000 * percentile(seconds, share), 2) for share in (0.5, 0.9, 0.99, 1.0)]
-        mean = sum(seconds) / len(seconds) if seconds else 0.0
-        return cls(*ranks, mean=round(1000 * mean, 2))
-
-
-def shown(spread: Spread) -> dict[str, float]:
-    return {name: getattr(spread, name) for name in Spread.__slots__}
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Percentiles, maximum and mean, in milliseconds."""
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    figures = {name: round(1000 * percentile(seconds, share), 2) for name, share in shares.items()}
+    mean = sum(seconds) / len(seconds) if seconds else 0.0
+    return figures | {"mean": round(1000 * mean, 2)}
 
 
 def tokens_by(answer: Answer, end_s: float) -> float:
@@ -83,11 +81,11 @@ def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
     tokens = sum(a.completion_tokens for a in answers)
     return {
         "requests": {kind: len(some) for kind, some in kinds.items()},
-        "itl_ms": shown(Spread.of([gap for a in answers for gap in gaps(a)])),
-        "itl_short_ms": shown(Spread.of([gap for a in kinds[SHORT] for gap in gaps(a)])),
+        "itl_ms": spread([gap for a in answers for gap in gaps(a)]),
+        "itl_short_ms": spread([gap for a in kinds[SHORT] for gap in gaps(a)]),
         "ttft_ms": {
-            "all": shown(Spread.of([ttft(a) for a in answers])),
-            **{kind: shown(Spread.of([ttft(a) for a in some])) for kind, some in kinds.items()},
+            "all": spread([ttft(a) for a in answers]),
+            **{kind: spread([ttft(a) for a in some]) for kind, some in kinds.items()},
         },
         "completed_tokens": round(sum(tokens_by(a, seconds) for a in answers)),
         "tokens_s": round(sum(tokens_by(a, seconds) for a in answers) / seconds, 1),
@@ -95,7 +93,7 @@ def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
         "good_share": round(sum(map(is_good, answers)) / len(answers), 3),
         "short_in_flight": round(lasted / seconds, 2),
         "tokens_per_event": round(tokens / sum(len(a.events_s) for a in answers), 3),
-        "sent_late_ms": shown(Spread.of([a.sent_s - a.planned_s for a in answers])),
+        "sent_late_ms": spread([a.sent_s - a.planned_s for a in answers]),
         "drained_s": round(max(a.events_s[-1] for a in answers) - seconds, 1),
     }
 

@@ -23,11 +23,10 @@ from typing import Any
 from cpu.machine import load, pin
 from cpu.machine import name as name_of_machine
 from interference.arrivals import LEAST_LONG, SHORT, Schedule, schedule
-from interference.calibrate import calibrate
+from interference.calibrate import Sharing, calibrate
 from interference.configurations import CHUNKS, read_answers, run, write
 from interference.figures import SEPARATED, comparison, gaps
 from interference.plot import svg
-from interference.sharing import Sharing
 from systems.sources import DIRTY, ROOT, commit, source_tree
 
 SECONDS = 300.0

@@ -1,6 +1,5 @@
 """A router, pods of a decode worker and a gateway on separate addresses, and pickers."""
 
-import signal
 import subprocess
 import sys
 import tempfile
@@ -12,64 +11,46 @@ import grpc
 import httpx
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from systems.chaos.cluster import lasting_port
-from systems.eventually import wait_until
-from systems.single_processes import PDSERVE, files_of, make_certificates
+from systems.single_processes import PDSERVE, SingleProcesses, files_of
 
 from pdserve.services.common.auth import Role
 
 FAST_DECODE = Path(__file__).parents[1] / "front/fast_decode.py"
-START_S = 120.0
 STEP_S, CHUNK_S = 0.002, 0.002
 
 
-class PickerPods:
+class PickerPods(SingleProcesses):
     """Running pods: `with PickerPods(num) as pods` stops all processes at its end."""
 
     def __init__(self, num: int) -> None:
-        self._made = tempfile.TemporaryDirectory()
-        self.folder = Path(self._made.name)
+        self._temporary = tempfile.TemporaryDirectory()
+        super().__init__(Path(self._temporary.name))
         self.hosts = [f"127.0.7.{number}" for number in range(1, num + 1)]
-        ports = set[int]()
-        while len(ports) < 6:
-            ports.add(lasting_port())
-        router, picker, proxy, self._metrics, self._http, self._decode = ports
-        self.router, self.picker, self.proxy = (
-            f"127.0.0.1:{port}" for port in (router, picker, proxy)
+        self.router, self.picker, self.proxy = (self.new_address() for _ in range(3))
+        self._metrics, self._http, self._decode = (
+            self.new_address().split(":")[1] for _ in range(3)
         )
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
     def endpoints(self) -> list[str]:
         return [f"{host}:{self._http}" for host in self.hosts]
 
     def __enter__(self) -> "PickerPods":
-        make_certificates(self.folder)
+        super().__enter__()
         try:
             self._start("router", Role.ROUTER, "--bind", self.router, "--metrics-port", "0")
             for host in self.hosts:
                 self._start_pod(host)
-            wait_until(self._all_ready, "the pods", START_S, 0.2)
+            self.wait_for(self._all_ready, "the pods")
         except BaseException:
-            self.stop()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        for process in self.processes.values():
-            process.send_signal(signal.SIGTERM)
-        for process in self.processes.values():
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self.processes.clear()
+        super().__exit__(*exc)
         with suppress(OSError):
-            self._made.cleanup()
+            self._temporary.cleanup()
 
     def kill(self, name: str) -> None:
         process = self.processes.pop(name)
@@ -82,10 +63,10 @@ class PickerPods:
         for endpoint in self.endpoints:
             said += ["--endpoints", endpoint]
         self._start(
-            "picker", Role.GATEWAY, *said, "--metrics-port", str(self._metrics), *words,
+            "picker", Role.GATEWAY, *said, "--metrics-port", self._metrics, *words,
             command="picker",
         )  # fmt: skip
-        wait_until(self._picker_serves, "the picker", START_S, 0.1)
+        self.wait_for(self._picker_serves, "the picker")
         time.sleep(1.5)  # until the tokenizer is loaded
 
     def _start_pod(self, host: str) -> None:
@@ -95,13 +76,13 @@ class PickerPods:
             f"decode {host}", Role.DECODE, *words, "--routers", self.router,
             start=[*fast, str(STEP_S), str(CHUNK_S)],
         )  # fmt: skip
-        where = ["--host", host, "--port", str(self._http), "--routers", self.router]
+        where = ["--host", host, "--port", self._http, "--routers", self.router]
         self._start(f"gateway {host}", Role.GATEWAY, *where, "--text-processes", "1")
 
     def _start(
         self, name: str, role: Role, *words: str, command: str = "", start: list[str] | None = None
     ) -> None:
-        authority, own, key = files_of(self.folder, role)
+        authority, own, key = files_of(self.certificates, role)
         trust = ["--cluster-ca", authority, "--cluster-cert", own, "--cluster-key", key]
         with (self.folder / f"{name}.log").open("wb") as log:
             self.processes[name] = subprocess.Popen(
@@ -111,13 +92,7 @@ class PickerPods:
                 stderr=subprocess.STDOUT,
             )
 
-    def _alive(self) -> None:
-        for name, process in self.processes.items():
-            if process.poll() is not None:
-                raise RuntimeError((self.folder / f"{name}.log").read_text()[-3000:])
-
     def _all_ready(self) -> bool:
-        self._alive()
         with suppress(httpx.TransportError):
             return all(
                 httpx.get(f"http://{one}/ready", timeout=5).status_code == 200
@@ -132,11 +107,10 @@ class PickerPods:
         return len([row for row in rows if "127.0.7." in row])
 
     def _picker_serves(self) -> bool:
-        self._alive()
         with grpc.insecure_channel(self.picker) as channel, suppress(grpc.RpcError):
-            asked = health_pb2.HealthCheckRequest(service="readiness")
-            found = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=5)
-            return bool(found.status == health_pb2.HealthCheckResponse.SERVING)
+            request = health_pb2.HealthCheckRequest(service="readiness")
+            response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+            return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
         return False
 
     def picker_figures(self) -> dict[str, float]:

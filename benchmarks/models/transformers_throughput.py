@@ -5,11 +5,11 @@ counts.
 """
 
 import json
-import statistics
 import time
 
 import torch
-from prompts import corpus_ids, reference_model
+from ratios import compared
+from weights import corpus_ids, reference_model
 
 from pdserve.engine.api import EngineConfig, NewTokens, Request, SamplingParams
 from pdserve.engine.build import build_engine
@@ -69,15 +69,7 @@ def main() -> None:
         if run:  # the first pair warms up
             ours.append(pair[0])
             theirs.append(pair[1])
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    figures = {
-        "engine_tokens_s": [round(x, 1) for x in ours],
-        "transformers_tokens_s": [round(x, 1) for x in theirs],
-        "ratio_min": round(min(ratios), 3),
-        "ratio_median": round(statistics.median(ratios), 3),
-        "ratio_max": round(max(ratios), 3),
-    }
-    print(json.dumps(figures))
+    print(json.dumps(compared(ours, theirs)))
 
 
 if __name__ == "__main__":

@@ -21,15 +21,14 @@ from random import Random
 from typing import Any
 
 import uvloop
-from scale.processes import files_of
-from scale.shape import MARKS, MODEL, Shape
-from scale.shared_prompts import prompts
+from scale.shape import MARKS, MODEL, Shape, prompts
 from systems.eventually import eventually
+from systems.single_processes import trusted
 
 from pdserve.gateway.router_client.session import RouterConnection
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import GatewayMessage, RequestEvent
-from pdserve.services.common.auth import Role, TlsAccess
+from pdserve.services.common.auth import Role
 from pdserve.services.common.rpc import TokenRow
 
 AGAIN_S = 2.0  # after a failed stream another one is tried
@@ -155,7 +154,7 @@ async def answer(commands: asyncio.StreamReader, streams: Streams, shape: Shape)
 
 async def run(certificates: Path, shape: Shape, router: str) -> dict[str, float]:
     """Run the gateways; returns the send time of each Start."""
-    access = TlsAccess(*files_of(certificates, Role.GATEWAY))
+    access = trusted(certificates, Role.GATEWAY)
     streams = Streams(shape)
     gateways = [
         RouterConnection(router, access, os.urandom(16), streams) for _ in range(shape.gateways)

@@ -16,6 +16,7 @@ from scale.processes import END_S, HERE, Processes, cpu_s, free_address, memory_
 from scale.shape import Shape
 from systems.eventually import wait_until
 
+from pdserve.cli.load import spread
 from pdserve.services.common.auth import Role
 
 SETTLE_S = 2.0  # after the last join or first token
@@ -31,20 +32,12 @@ class Late(Exception):
     """The streams do not reach their number: the machine does not carry them."""
 
 
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[int(share * (len(ordered) - 1))]
-
-
 def spread_ms(seconds: list[float]) -> dict[str, float]:
     """Spread of times, in milliseconds."""
     if not seconds:
         return {}
-    return {
-        "mean": round(1e3 * sum(seconds) / len(seconds), 3),
-        "p50": round(1e3 * percentile(seconds, 0.5), 3),
-        "p99": round(1e3 * percentile(seconds, 0.99), 3),
-    }
+    figures = spread(seconds)
+    return {name: round(figures[name], 3) for name in ("mean", "p50", "p99")}
 
 
 def measure(shape: Shape, window_s: float, finish: bool = False) -> dict[str, Any]:
@@ -70,7 +63,7 @@ class _OneRouter:
         wait_until(lambda: processes.fleet(address), "the router", START_S)
         self._empty_mib = memory_mib(self._router.pid)
         words = [shape.to_json(), str(self._files["admitted"]), address]
-        self._fleet = processes.fake("fake_fleet.py", *words)
+        self._fleet = processes.fake("fake_workers.py", *words)
         if not read_line(self._fleet, START_S):
             raise Late("the workers do not start")
         processes.wait_joined(address, shape.workers)

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from prefix_fleet import FleetShape, Placement, SimulatedFleet
-from prefix_policies import least_load, oracle, round_robin
-from prefix_routers import RealRouters
+from prefix_policies import RealRouters, least_load, oracle, round_robin
 from prefix_trace import BLOCK_TOKENS, TraceRequest, generate, leading, read, statistics
 
 MOST_LOAD = 1.3  # of the oracle that counts

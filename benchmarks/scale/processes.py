@@ -12,22 +12,16 @@ import grpc
 import psutil
 from systems.chaos.cluster import lasting_port
 from systems.eventually import wait_until
+from systems.single_processes import files_of, make_certificates, trusted
 
 from pdserve.protos.router_pb2 import FleetView, GetFleetRequest
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.common.auth import Role, TlsAccess
+from pdserve.services.common.auth import Role
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PDSERVE = (sys.executable, "-P", "-m", "pdserve.cli.main")
 END_S = 30.0
 GIVES_WAY = 19  # fakes represent other machines: they must not keep the router from its core
-
-
-def files_of(certificates: Path, role: Role) -> tuple[str, str, str]:
-    """The authority, the role's certificate and its key."""
-    own, key = certificates / f"{role}.pem", certificates / f"{role}-key.pem"
-    return str(certificates / "ca.pem"), str(own), str(key)
 
 
 class Processes:
@@ -41,8 +35,7 @@ class Processes:
         self._count = 0
 
     def __enter__(self) -> "Processes":
-        command = [*PDSERVE, "certs", str(self.certificates)]
-        subprocess.run(command, check=True, capture_output=True, timeout=END_S)
+        make_certificates(self.certificates)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -76,7 +69,7 @@ class Processes:
 
     def fleet(self, router: str) -> FleetView | None:
         """The fleet as a router knows it; None while it does not answer."""
-        access = TlsAccess(*files_of(self.certificates, Role.GATEWAY))
+        access = trusted(self.certificates, Role.GATEWAY)
         with access.open_blocking_channel(router, Role.ROUTER) as channel:
             try:
                 return RouterStub(channel).GetFleet(GetFleetRequest(), timeout=5)

@@ -1,15 +1,25 @@
-"""The measured system, as seen by one of its routers.
+"""The measured system, as seen by one of its routers, and its prompts.
 
 A router of ten has a tenth of the streams, and all workers join it. A worker's reports cover all
 its streams, including those of the nine other routers, so they are as many and as large as there.
+Prompts have shared beginnings, each of which some workers have in their cache.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
+from random import Random
+
+from pdserve.engine.kv import cache_seed, chain_hashes
 
 BLOCK = 16  # tokens of a KV block
 MODEL = "scale"
 MARKS = 64  # the token at position p is p % MARKS
+BEGINNINGS = 200
+HOLDERS = 10  # one worker in this many has a beginning
+IDENTITY = b"scale".ljust(16)  # digest of the KV identity of all workers
+VOCAB = 256
 
 
 @dataclass(frozen=True)
@@ -45,3 +55,25 @@ class Shape:
     @classmethod
     def from_json(cls, text: str) -> "Shape":
         return cls(**json.loads(text))
+
+
+@cache
+def beginning(number: int, length: int) -> tuple[int, ...]:
+    return tuple(Random(number).choices(range(VOCAB), k=length))
+
+
+def prompts(shape: Shape, rng: Random) -> Iterator[list[int]]:
+    """An endless series of prompts; each is a beginning with a unique end."""
+    while True:
+        head = beginning(rng.randrange(BEGINNINGS), shape.shared_len)
+        tail = rng.choices(range(VOCAB), k=shape.prompt_len - shape.shared_len)
+        yield [*head, *tail]
+
+
+def held_by(worker: int, shape: Shape) -> list[bytes]:
+    """Chain hashes of the beginnings that a worker has."""
+    seed = cache_seed(IDENTITY, b"")
+    found: list[bytes] = []
+    for number in range(worker % HOLDERS, BEGINNINGS, HOLDERS):
+        found += chain_hashes(beginning(number, shape.shared_len), BLOCK, seed)
+    return found

@@ -23,9 +23,8 @@ from typing import Any
 
 import machine
 from scale import one_router, whole
-from scale.curves import svg
+from scale.lines import FEWEST, fit, svg
 from scale.shape import Shape
-from scale.straight import FEWEST, fit
 
 RESULTS = Path(__file__).parents[1] / "results"
 WINDOW_S = 12.0

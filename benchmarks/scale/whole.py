@@ -16,10 +16,13 @@ from typing import Any
 import httpx
 import uvloop
 from front.clients import Stream, stream
-from scale.processes import PDSERVE, Processes, cpu_s, free_address, read_line
+from scale.processes import Processes, cpu_s, free_address, read_line
 from scale.shape import MARKS, MODEL, Shape
 from systems.eventually import wait_until
+from systems.single_processes import PDSERVE
 
+from pdserve.cli.async_client import AsyncApi
+from pdserve.cli.options import ClientSettings
 from pdserve.services.common.auth import Role
 
 START_S = 90.0
@@ -62,7 +65,7 @@ def measure(whole: Whole) -> dict[str, Any]:
             wait_until(lambda a=address: processes.fleet(a), "a router", START_S, 0.1)
         admitted = str(processes.folder / "admitted.json")
         named["workers"] = processes.fake(
-            "fake_fleet.py", whole.shape.to_json(), admitted, *routers
+            "fake_workers.py", whole.shape.to_json(), admitted, *routers
         )
         if not read_line(named["workers"], START_S):
             raise RuntimeError("the workers do not start")
@@ -115,10 +118,14 @@ def _run(
 
 
 async def _streams(whole: Whole, gateways: list[str]) -> list[Stream | BaseException]:
-    return await asyncio.gather(
+    apis = [AsyncApi(ClientSettings(url=f"http://{gateway}")) for gateway in gateways]
+    answers = await asyncio.gather(
         *(
-            stream(gateways[n % len(gateways)], MODEL, f"{n} Go.", whole.num_tokens)
+            stream(apis[n % len(apis)], MODEL, f"{n} Go.", whole.num_tokens)
             for n in range(whole.streams)
         ),
         return_exceptions=True,
     )
+    for api in apis:
+        api.close()
+    return answers

@@ -1,7 +1,16 @@
 """Options of the commands: their values from flags, environment and files, and their help."""
 
 from pdserve.cli.options.aliases import translate
-from pdserve.cli.options.options import ENV_PREFIX, OptionError, options_of
+from pdserve.cli.options.options import (
+    ENV_PREFIX,
+    MASK,
+    CommandError,
+    OptionError,
+    Settings,
+    options_of,
+    render,
+    resolve,
+)
 from pdserve.cli.options.parser import Positional, Section, parse
 from pdserve.cli.options.settings import (
     DEFAULT_URL,
@@ -18,4 +27,3 @@ from pdserve.cli.options.settings import (
     TopSettings,
     UpSettings,
 )
-from pdserve.cli.options.sources import MASK, Settings, render, resolve

@@ -28,7 +28,6 @@ class Positional:
 
     name: str
     help: str
-    required: bool = True
     repeated: bool = False  # one or more words; the value is a list
 
 
@@ -72,31 +71,22 @@ def parse(
     arguments: Sequence[str],
 ) -> Words:
     """Split a command line. Prints help and exits for --help. Raises OptionError."""
+    words = [p.name + f" [{p.name} ...]" * p.repeated for p in positionals]
     parser = _Parser(
         prog=prog,
         description=description,
         allow_abbrev=False,
         formatter_class=_Formatter,
         add_help=False,
-        usage=" ".join(
-            [
-                prog,
-                *(_usage(p) for p in positionals),
-                *(["[options]"] if sections else []),
-            ]
-        ),
+        usage=" ".join([prog, *words, *(["[options]"] if sections else [])]),
         epilog="Every option is also an environment variable (--kv-dtype: PDSERVE_KV_DTYPE, lists "
         "separated by commas) and a key of the --config file (kv_dtype). "
         "Flags override the environment, and the environment overrides the file."
         if sections
         else None,
     )
-    for positional in positionals:
-        parser.add_argument(
-            positional.name,
-            help=positional.help,
-            nargs="+" if positional.repeated else None if positional.required else "?",
-        )
+    for p in positionals:
+        parser.add_argument(p.name, help=p.help, nargs="+" if p.repeated else None)
     general = parser.add_argument_group("general")
     general.add_argument("-h", "--help", action="help", help="show this help")
     if sections:
@@ -112,7 +102,7 @@ def parse(
     values = vars(parser.parse_args(list(arguments)))
     return Words(
         flags={name: values[name] for name in seen if name in values},
-        positionals={p.name: values[p.name] for p in positionals if values[p.name] is not None},
+        positionals={p.name: values[p.name] for p in positionals},
         config=values.get("config"),
     )
 
@@ -134,16 +124,9 @@ def check_flags(prog: str, arguments: Sequence[str], flags: Collection[str]) -> 
         # Dashes must not count as similarity.
         names = {flag.lstrip("-"): flag for flag in candidates}
         matches = get_close_matches(name.lstrip("-"), names, n=1)
-        hint = f"; `{prog} --help` lists the options"
-        if matches:
-            hint = f" (did you mean {names[matches[0]]}?)"
+        did_you_mean = f" (did you mean {names[matches[0]]}?)" if matches else ""
+        hint = did_you_mean or f"; `{prog} --help` lists the options"
         raise OptionError(f"option {name} is unknown{hint}")
-
-
-def _usage(positional: Positional) -> str:
-    if positional.repeated:
-        return f"{positional.name} [{positional.name} ...]"
-    return positional.name if positional.required else f"[{positional.name}]"
 
 
 def _add(group: Any, option: Option) -> None:
@@ -178,12 +161,8 @@ def _help(option: Option) -> str:
     if option.repeated:
         notes.append("repeatable")
     if option.kind is bool:
-        state = "on" if option.default else "off"
-        notes.append(
-            f"default: {state}; --no-{option.flag[2:]} turns it off"
-            if option.default
-            else f"default: {state}"
-        )
+        on = f"on; --no-{option.flag[2:]} turns it off"
+        notes.append(f"default: {on if option.default else 'off'}")
     elif option.default not in ("", ()):
         notes.append(f"default: {option.default}")
     return option.help + (f" ({'; '.join(notes)})" if notes else "")

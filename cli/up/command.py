@@ -24,7 +24,7 @@ from pdserve.cli.up import gateway_workers
 from pdserve.cli.up.child import Task
 from pdserve.cli.up.cores import Share, allot, machine_cores
 from pdserve.cli.up.folders import CONFIG_FILE, data_dir, kept_database, run_dir
-from pdserve.cli.up.supervisor import Child, StartError, Supervisor, outcome
+from pdserve.cli.up.supervisor import Child, StartError, Supervisor, death_of
 from pdserve.engine.api import EngineConfig
 from pdserve.gateway import GatewaySettings, worker_name
 from pdserve.services.common.auth import Role, certificate_settings, make_authority
@@ -166,7 +166,8 @@ class System:
         return f"127.0.0.1:{free_port()}", f"127.0.0.1:{port}"
 
     def serve(self, supervisor: Supervisor, folder: Path) -> int:
-        """Start the children, wait for a signal and end them. Raises StartError."""
+        """Start the children, wait for a signal and end them; return the exit code. Raises
+        StartError."""
         with self._database(folder) as database, self._gateway_tasks(folder, database) as tasks:
             return self._serve(supervisor, folder, tasks)
 
@@ -310,9 +311,7 @@ class System:
             kv_text = f", KV pool of {tokens} tokens" if tokens else ""
             say(f"{child.name}: ready after {time.monotonic() - child.started_at:.1f} s{kv_text}")
         elif event == "died" and not self._stopping:
-            code = figures["code"]
-            outcome_text = "could not start:" if code is None else f"ended ({outcome(code)})"
-            say(f"{child.name}: {outcome_text} {child.failure}".rstrip())
+            say(f"{child.name}: {death_of(child, figures['code'])}")
             if figures["restart_s"]:
                 say(f"{child.name}: starts again in {figures['restart_s']:g} s")
         elif event == "restart":

@@ -66,3 +66,14 @@ def allot(cores: Sequence[int], num_usable: int, workers: int, threads: int = 0)
         Share(count, tuple(cores[start : start + count]))
         for start, count in zip(starts, counts, strict=True)
     ]
+
+
+def take(share: Share) -> None:
+    """Confine this process to its share of cores. Call this before torch is imported."""
+    if share.cores:
+        os.sched_setaffinity(0, share.cores)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(share.threads)
+    # Waiting threads must not spin: they would take cores from the gateway and the router.
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ["KMP_BLOCKTIME"] = "0"

@@ -15,7 +15,7 @@ from typing import Any
 
 from pdserve.cli.up.child import Task
 from pdserve.cli.up.folders import run_dir
-from pdserve.cli.up.supervisor import Child, Supervisor, outcome
+from pdserve.cli.up.supervisor import Child, Supervisor, death_of
 from pdserve.gateway import GatewaySettings, GatewayWorker, worker_name
 from pdserve.gateway.http.serving import ConnectionCounts, hold_port, listen, unix_listener
 from pdserve.services.common.logs import configure_logging
@@ -123,8 +123,6 @@ class _Parent:
         elif event == "ready":
             log.info("%s is ready", child.name)
         elif event == "died" and not self.stopping:
-            code = figures["code"]
-            outcome_text = "could not start:" if code is None else f"ended ({outcome(code)})"
-            log.warning("%s", f"{child.name} {outcome_text} {child.failure}".rstrip())
+            log.warning("%s %s", child.name, death_of(child, figures["code"]))
             if figures["restart_s"]:
                 log.warning("%s starts again in %g s", child.name, figures["restart_s"])

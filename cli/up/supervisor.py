@@ -21,8 +21,14 @@ from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any
 
-from pdserve.cli.up.child import MAX_REPORT_BYTES, Task, child_main
-from pdserve.cli.up.fork_server import SIGNALS, ForkedProcess, ForkServer
+from pdserve.cli.up.child import (
+    MAX_REPORT_BYTES,
+    SIGNALS,
+    ForkedProcess,
+    ForkServer,
+    Task,
+    child_main,
+)
 from pdserve.services.common.options import ECHO_S
 
 log = logging.getLogger(__name__)
@@ -62,9 +68,10 @@ class Child:
 OnEvent = Callable[[Child, str, dict[str, Any]], None]
 
 
-def outcome(code: int) -> str:
-    """Describe an exit code in words."""
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+def death_of(child: Child, code: int | None) -> str:
+    """Describe the death of a child in words; without a code, it could not start."""
+    exit_text = "" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
+    return f"{f'ended ({exit_text})' if exit_text else 'could not start:'} {child.failure}".rstrip()
 
 
 class Supervisor:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run import FAILED, ORDER, OUT_OF_TIME, PASSED, SKIPPED, groups, judged
+from run import DONE, FAILED, ORDER, OUT_OF_TIME, SKIPPED, groups, outcome
 
 RUN = Path(__file__).parents[2] / "benchmarks/gpu/run.py"
 
@@ -27,11 +27,37 @@ def test_all_parts_run_on_the_fake_device(tmp_path: Path) -> None:
     code, result = run(tmp_path / "result.json")
     parts = result["parts"]
     assert parts.keys() == {planned.name for planned in ORDER} | {"build"}
-    assert {about["status"] for about in parts.values()} == {PASSED}, result
+    assert {about["status"] for about in parts.values()} == {DONE}, result
     assert code == 0
     assert result["fake"]
-    checks = [verdict for about in parts.values() for verdict in about.get("checks", {}).values()]
-    assert checks.count("held") >= 25
+    figures = {name: about["figures"] for name, about in parts.items() if "figures" in about}
+    assert figures["facts"]["copy_is_equal"]
+    errors = figures["kernels"]["errors"]
+    assert len(errors) >= 20
+    assert max(errors.values()) <= 4 * 2.0**-8
+    assert {error for name, error in errors.items() if name.endswith("bits alone")} == {0.0}
+    assert errors["values"] == figures["kernels"]["unlike_tokens"] == 0
+    assert figures["kernels"]["logprob_error"] <= 1e-5
+    differences = [n for name, n in figures["invariance"].items() if name.endswith("differences")]
+    assert len(differences) >= 8
+    assert not any(differences)
+    handed_over = figures["handed_over"]
+    assert (handed_over["same_bits"], handed_over["same_bits_without_keys"]) == (True, False)
+    assert handed_over["taken"] == handed_over["frames"] > 0 == handed_over["damaged"]
+    assert figures["handoff"]["hash"]["equal"]
+    kills = figures["kills"]
+    assert kills["prefill_kills"]["survived"] == kills["decode_kills"]["survived"] == 1
+    assert kills["prefill_kills"]["frames"] > 0 == kills["prefill_kills"]["wrong_blocks"]
+    assert kills["prefill_kills"]["windows"] <= 4
+    system, throughput = figures["system"], figures["throughput"]
+    assert system["remote"] == system["requests"]
+    assert system["bytes"] > 0 == system["replay_code"]
+    assert system["tokens"] == system["tokens_requested"]
+    assert system["unlike_mixed_mode"] == []
+    assert throughput["answer_tokens"] == throughput["answer_tokens_requested"]
+    assert throughput["idle_of_steps"] is not None
+    watched = [figures["sanitizer"][f"memcheck of {name}"] for name in ("kernels", "handoff")]
+    assert all(one["code"] == 0 and one["figures"] for one in watched)
 
 
 def test_parts_without_time_left_are_reported(tmp_path: Path) -> None:
@@ -48,22 +74,27 @@ def test_only_parts_that_measure_no_time_run_together() -> None:
     assert all(len(some) == 1 for some in groups(alone))
 
 
+NO_MPS = {"with MPS": "it is not installed"}
+
+
 @pytest.mark.parametrize(
-    ("checks", "code", "error", "expected"),
+    ("figures", "skipped", "code", "error", "expected"),
     [
-        ({"a": "held"}, 0, "", (PASSED, "")),
-        ({"a": "held", "b": "skipped: no MPS"}, 0, "", (PASSED, "without b: no MPS")),
-        ({"b": "skipped: no MPS"}, 0, "", (SKIPPED, "b: no MPS")),
-        ({"a": "held", "b": "failed"}, 0, "", (FAILED, "b")),
-        ({"a": "failed"}, None, "", (FAILED, "a")),
-        ({"a": "held"}, None, "", (OUT_OF_TIME, "it took more than 5 s")),
-        ({"a": "held"}, 1, "ValueError: no", (FAILED, "ValueError: no")),
-        ({"a": "held"}, -11, "", (FAILED, "its process ended with -11")),
-        ({}, 0, "", (FAILED, "it has told nothing")),
+        ({"a": 1}, {}, 0, "", (DONE, "")),
+        ({"a": 1}, NO_MPS, 0, "", (DONE, "except with MPS: it is not installed")),
+        ({}, NO_MPS, 0, "", (SKIPPED, "with MPS: it is not installed")),
+        ({"a": 1}, {}, None, "", (OUT_OF_TIME, "it took more than 5 s")),
+        ({"a": 1}, {}, 1, "ValueError: no", (FAILED, "ValueError: no")),
+        ({"a": 1}, {}, -11, "", (FAILED, "its process ended with -11")),
+        ({}, {}, 0, "", (FAILED, "it has written no figures")),
     ],
 )
-def test_a_part_is_judged_by_its_checks(
-    checks: dict[str, str], code: int | None, error: str, expected: tuple[str, str]
+def test_the_status_of_a_part(
+    figures: dict[str, int],
+    skipped: dict[str, str],
+    code: int | None,
+    error: str,
+    expected: tuple[str, str],
 ) -> None:
-    record = {"checks": checks, "figures": {}} | ({"error": error} if error else {})
-    assert judged(record, code, 5.0) == expected
+    record = {"figures": figures, "skipped": skipped} | ({"error": error} if error else {})
+    assert outcome(record, code, 5.0) == expected

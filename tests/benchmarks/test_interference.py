@@ -10,11 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from interference.arrivals import LONG, SHAPES, SHORT, prompt_ids, schedule
-from interference.calibrate import finished_in
-from interference.client import Answer, Asked, closed_loop, open_loop, read_stream, request_bytes
-from interference.figures import Spread, best_mixed, comparison, gaps, percentile, summary, ttft
+from interference.calibrate import Sharing, finished_in
+from interference.client import PlannedRequest, closed_loop, open_loop, request_body
+from interference.figures import (
+    Answer,
+    best_mixed,
+    comparison,
+    gaps,
+    percentile,
+    spread,
+    summary,
+    ttft,
+)
 from interference.plot import svg
-from interference.sharing import Sharing
 
 
 def test_arrivals_are_poisson_and_repeatable_by_seed() -> None:
@@ -63,24 +71,6 @@ TAIL = b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\n
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
-@given(st.lists(st.integers(1, 400), max_size=6))
-def test_an_event_arrives_with_its_last_byte(cuts: list[int]) -> None:
-    """Give the same times however the stream is cut into pieces."""
-    events = [event(text) for text in ("a", "data: b", "c")]
-    whole = HEAD + b"".join(events) + TAIL
-    bounds = sorted({0, len(whole), *(cut for cut in cuts if cut < len(whole))})
-    pieces = [(float(n), whole[a:b]) for n, (a, b) in enumerate(pairwise(bounds))]
-    ends = [len(HEAD) + sum(map(len, events[: n + 1])) for n in range(3)]
-    expected = [sum(bound < end for bound in bounds) - 1 for end in ends]
-    assert read_stream(pieces) == (tuple(map(float, expected)), USAGE)
-
-
-@pytest.mark.parametrize("stream", [b"", HEAD + event("a"), HEAD + b"data: [DONE]\n\n"])
-def test_an_incomplete_stream_is_an_error(stream: bytes) -> None:
-    with pytest.raises(RuntimeError):
-        read_stream([(0.0, stream)])
-
-
 class Server:
     """Answer with three events; the first request is answered only after the last has arrived."""
 
@@ -113,8 +103,8 @@ def test_the_open_loop_does_not_wait_for_answers() -> None:
         listener = await asyncio.start_server(Server(5).handle, "127.0.0.1", 0)
         async with listener:
             port = listener.sockets[0].getsockname()[1]
-            asked = [Asked(SHORT, n / 50, request_bytes("h", "m", [n], 3)) for n in range(5)]
-            return await open_loop(f"http://127.0.0.1:{port}", asked)
+            requests = [PlannedRequest(SHORT, n / 50, request_body("m", [n], 3)) for n in range(5)]
+            return await open_loop(f"http://127.0.0.1:{port}", requests)
 
     answers = sorted(asyncio.run(run()), key=lambda a: a.planned_s)
     assert [a.planned_s for a in answers] == [n / 50 for n in range(5)]
@@ -132,7 +122,9 @@ def test_a_failed_request_is_reported_and_others_continue(
         with socket.socket() as bound:
             bound.bind(("127.0.0.1", 0))  # no process listens there
             port = bound.getsockname()[1]
-            return await open_loop(f"http://127.0.0.1:{port}", [Asked(LONG, 0.0, b"x")] * 2)
+            return await open_loop(
+                f"http://127.0.0.1:{port}", [PlannedRequest(LONG, 0.0, b"x")] * 2
+            )
 
     assert asyncio.run(run()) == []
     assert capsys.readouterr().err.count("a long request of 0.0 s failed") == 2
@@ -147,7 +139,7 @@ def test_the_closed_loop_keeps_the_number_in_flight() -> None:
             port = listener.sockets[0].getsockname()[1]
             return await closed_loop(
                 f"http://127.0.0.1:{port}",
-                lambda n: Asked(SHORT, 0.0, request_bytes("h", "m", [n + 1], 3)),
+                lambda n: PlannedRequest(SHORT, 0.0, request_body("m", [n + 1], 3)),
                 3,
                 lambda begun, now_s: begun == 12,
             )
@@ -160,7 +152,8 @@ def test_percentiles_are_values_that_occurred() -> None:
     values = [float(n) for n in range(1, 101)]
     assert [percentile(values, s) for s in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
     assert percentile([], 0.5) == 0.0
-    assert Spread.of([0.001, 0.003]) == Spread(1.0, 3.0, 3.0, 3.0, 2.0)
+    times = {"p50": 1.0, "p90": 3.0, "p99": 3.0, "max": 3.0, "mean": 2.0}
+    assert spread([0.001, 0.003]) == times
 
 
 def answer(kind: str, start: float, first: float, gap: float) -> Answer:

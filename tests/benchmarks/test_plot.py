@@ -2,7 +2,7 @@
 
 import xml.etree.ElementTree as ET
 
-from plot import place, svg, times_better
+from bench import place, svg, times_better
 from ratios import compared
 
 MORE = compared([3.0, 5.0], [1.0, 1.0])

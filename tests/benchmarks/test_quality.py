@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from quality import Mismatch, joined, mismatches, perplexity, windows
+from model_quality import Mismatch, joined, mismatches, perplexity, windows
 
 TOPS = [[(5, -0.1), (7, -2.5)], [(1, -0.5), (2, -1.0)], [(9, -0.2), (8, -3.0)]]
 

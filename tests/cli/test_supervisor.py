@@ -16,8 +16,7 @@ from fakes import service as fake_service
 from systems.eventually import LIMIT_S
 
 from pdserve.cli.up import Share
-from pdserve.cli.up.child import Task
-from pdserve.cli.up.fork_server import ForkServer
+from pdserve.cli.up.child import ForkServer, Task
 from pdserve.cli.up.supervisor import Child, OnEvent, StartError, Supervisor, restart_delay
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
@@ -298,7 +297,7 @@ def test_a_fork_server_that_hangs_is_killed(
     server = psutil.Process(child.figures["imported_by"])
     server.suspend()
     with monkeypatch.context() as patch:
-        patch.setattr("pdserve.cli.up.fork_server.ANSWER_S", 0.1)
+        patch.setattr("pdserve.cli.up.child.ANSWER_S", 0.1)
         spawned = start(forking, "good")
     assert "does not respond" in caplog.text
     assert not server.is_running()

@@ -12,16 +12,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "tests/support"))
 
-import compile_attention
-import compile_experts
-import compile_layer
-import compile_linear
-import compile_sampling
 from compile_only import compile_only
+from kernel_launches import LAUNCHES
 
 ARCHS = (80, 90)
 TABLE = Path(__file__).parents[2] / "benchmarks/gpu/compiled_kernels.jsonl"
-SOURCES = (compile_attention, compile_experts, compile_layer, compile_linear, compile_sampling)
 # The launches that every test run compiles: the formats and heads of most models, and one of each
 # other kernel.
 FEW = (
@@ -45,8 +40,8 @@ def lines(few: bool) -> Iterator[str]:
     """One JSON object per kernel of each launch, in the order of the table."""
     for arch in ARCHS:
         with compile_only(arch) as driver:
-            for source in SOURCES:
-                for label, launch in source.launches():
+            for launches in LAUNCHES:
+                for label, launch in launches():
                     if few and label not in FEW:
                         continue
                     driver.launched.clear()

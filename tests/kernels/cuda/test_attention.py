@@ -279,8 +279,8 @@ REDUCTIONS = """
 import re, sys
 sys.path[:0] = sys.argv[1:]
 import triton
-from compile_attention import launches
 from compile_only import compile_only
+from kernel_launches import attention
 
 run = triton.JITFunction.run
 found = []
@@ -298,7 +298,7 @@ def noted(self, *args, **kwargs):
 triton.JITFunction.run = noted
 for arch in (80, 90):
     with compile_only(arch):
-        for label, launch in launches():
+        for label, launch in attention():
             if label.endswith("bfloat16 over bfloat16, heads of 128, groups of 2"):
                 launch()
     kernels, *layouts = zip(*found)

@@ -9,6 +9,7 @@ from typing import Any
 
 import compiled_kernels
 import pytest
+from kernel_launches import LAUNCHES
 
 pytestmark = pytest.mark.kernels
 
@@ -37,7 +38,7 @@ def test_compiled_kernels_spill_nothing_and_use_the_expected_instructions() -> N
 
 
 def test_every_launch_is_in_the_table() -> None:
-    expected = {label for source in compiled_kernels.SOURCES for label, _ in source.launches()}
+    expected = {label for launches in LAUNCHES for label, _ in launches()}
     for arch in compiled_kernels.ARCHS:
         assert {line["launch"] for line in table() if line["arch"] == arch} == expected
     assert set(compiled_kernels.FEW) <= expected

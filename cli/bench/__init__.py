@@ -1,1 +1,0 @@
-"""`pdserve bench`: load for a running server, and its measurements."""

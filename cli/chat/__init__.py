@@ -1,1 +1,0 @@
-"""`pdserve chat`: a conversation in the terminal."""

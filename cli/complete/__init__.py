@@ -1,1 +1,0 @@
-"""`pdserve complete`: a file of requests, answered line by line."""

@@ -1,1 +1,0 @@
-"""`pdserve report`: one file with what the operator of a broken system needs, without secrets."""

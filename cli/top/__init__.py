@@ -1,1 +1,0 @@
-"""`pdserve top`: the workers of a running server."""
