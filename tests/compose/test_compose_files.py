@@ -414,6 +414,13 @@ def revision(folder: Path, commit: str = "") -> str:
     return done.stdout
 
 
+def test_what_images_copy_is_not_ignored() -> None:
+    sources = re.findall(r"^COPY (?!--)(.*) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
+    copied = {source.split("/")[0] for line in sources for source in line.split()}
+    kept = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.M)
+    assert copied == {*kept}
+
+
 def test_images_of_different_sources_have_different_revisions(tmp_path: Path) -> None:
     """The revision is the commit passed to the build, or else a digest of the sources."""
     for name in ("a", "b", "c"):

@@ -20,6 +20,13 @@ from systems.chaos.cluster import lasting_port
 from systems.cluster_secret import BEARER, SECRET
 from systems.eventually import wait_until
 
+# The entry point by its name: other releases have its module in another place.
+PDSERVE = """
+import sys
+from importlib.metadata import entry_points
+(pdserve,) = entry_points(group="console_scripts", name="pdserve")
+sys.exit(pdserve.load()())
+"""
 START_S = 110.0  # for a busy machine
 DRAIN_S = 600.0  # longer than any stream; a drain ends when the last one has
 
@@ -67,7 +74,7 @@ class ReplaceableSystem:
             process.popen.wait()
 
     def _start(self, role: str, address: str, *words: str, python: str) -> Replaceable:
-        command = [python, "-P", "-m", "pdserve.cli.main", role, *words]
+        command = [python, "-P", "-c", PDSERVE, role, *words]
         command += ["--cluster-secret", SECRET, "--drain-s", f"{DRAIN_S:g}"]
         log = self.folder / f"{role}-{len(self._started)}.log"
         with log.open("wb") as out:
