@@ -28,7 +28,7 @@ from pdserve.text.parsing.json_calls import (
     object_pieces,
     streamed_call,
 )
-from pdserve.text.parsing.pieces import LiteralPieces, encoded
+from pdserve.text.parsing.pieces import LiteralPieces, json_escaped
 from pdserve.text.parsing.reader import (
     MAX_NAME_CHARS,
     MISTRAL_CALLS,

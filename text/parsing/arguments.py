@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from pdserve.text.parsing.pieces import MAX_JSON_DEPTH, JsonLiteralPieces, OpenJson, encoded
+from pdserve.text.parsing.pieces import MAX_JSON_DEPTH, JsonLiteralPieces, OpenJson, json_escaped
 from pdserve.text.parsing.reader import BlockReader, CutOff, Malformed, Pieces, T
 from pdserve.text.parsing.values import MAX_VALUES, depth_of, json_text, json_value
 
@@ -199,7 +199,7 @@ class _Form:
             self._decided = self._decision(text.lstrip())
             self._texts = [] if self._decided else [text]
         if self._decided == "string":
-            yield encoded(text) if self._begun else f'"{encoded(text)}'
+            yield json_escaped(text) if self._begun else f'"{json_escaped(text)}'
             self._begun = True
         elif self._decided == "value":
             self._reader.feed(text)

@@ -49,7 +49,7 @@ _LONG_NUMBER = re.compile(r"[+-]?[0-9][0-9.eE+-]{4}")  # its beginning; the rest
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 
 
-def encoded(text: str) -> str:
+def json_escaped(text: str) -> str:
     """Encode a text for use inside a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
@@ -104,7 +104,7 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
                     position = end
                     break
                 else:
-                    mark = encoded(mark)
+                    mark = json_escaped(mark)
                 target.append(mark)
                 continue
             space = _JSON_SPACE.match(text, position)
@@ -203,7 +203,7 @@ def _json_word(text: str, *, as_written: bool = True) -> str:
     except Malformed:
         if not _LONG_NUMBER.match(text):
             raise
-        return f'"{encoded(text)}"'
+        return f'"{json_escaped(text)}"'
     return text if as_written and _JSON_WORD.fullmatch(text) else value
 
 
@@ -452,7 +452,7 @@ class LiteralPieces:
                 position = escape.end()
             reader.position = position
             if piece := "".join(parts):
-                yield encoded(piece)
+                yield json_escaped(piece)
             if not is_complete:
                 yield from reader.more()
 

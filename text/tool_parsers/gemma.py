@@ -10,8 +10,8 @@ from pdserve.text.parsing import (
     Reading,
     ToolFamily,
     ToolSchemas,
-    encoded,
     grammar_call,
+    json_escaped,
     streamed_call,
     tagged_family,
 )
@@ -30,7 +30,7 @@ class _GemmaPieces(LiteralPieces):
     def _string(self, opening: str) -> Pieces[None]:
         texts = self._reader.pieces_until(opening)
         for text in texts:
-            yield None if text is None else encoded(text)
+            yield None if text is None else json_escaped(text)
 
     def _key(self) -> Reading[str]:
         reader = self._reader
@@ -42,7 +42,7 @@ class _GemmaPieces(LiteralPieces):
             key = key.strip()
             if mark != ":" or not key:
                 raise Malformed
-        return f'"{encoded(key)}"'
+        return f'"{json_escaped(key)}"'
 
 
 def _family(name: str, begin: str, end: str, quote: str) -> ToolFamily:
