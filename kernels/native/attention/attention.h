@@ -13,8 +13,8 @@
 
 namespace pdserve {
 
-// Rows as in kernels/ops.py: row r has tokens [starts[r], starts[r + 1]), the last at position
-// kv_lens[r] - 1. The pool already holds their keys and values.
+// Rows as in kernels/reference/layers.py: row r has tokens [starts[r], starts[r + 1]), the last at
+// position kv_lens[r] - 1. The pool already holds their keys and values.
 struct AttentionBatch {
   KvLayer kv;
   int64_t heads = 0;                     // of q, a multiple of kv.kv_heads

@@ -1,5 +1,5 @@
-// Storing of keys and values, and attention over the pool, as kernels/ops.py defines them, except
-// for the pool's layout (attention/attend.h).
+// Storing of keys and values, and attention over the pool, as kernels/reference/layers.py defines
+// them, except for the pool's layout (attention/attend.h).
 #include "bind.h"
 
 #include <nanobind/stl/optional.h>
