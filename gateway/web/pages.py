@@ -57,7 +57,8 @@ class _Asset(NamedTuple):
 
 
 def add_pages(app: FastAPI, root_path: str) -> list[str]:
-    """Return the paths that need no key. `root_path` is where a proxy shows the application."""
+    """Add the pages and their files. Returns the paths that need no key. `root_path` is the path at
+    which a proxy shows the application."""
     base = f'<base href="{root_path.rstrip("/")}/">'.encode()
     assets = files("pdserve.gateway.web") / "assets"
     assets_by_name = {_name(file): file for file in assets.iterdir() if file.is_file()}
