@@ -57,7 +57,8 @@ class _Asset(NamedTuple):
 
 
 def add_pages(app: FastAPI, root_path: str) -> list[str]:
-    """Return the paths that need no key. `root_path` is where a proxy shows the application."""
+    """Add the pages and their files. Returns the paths that need no key. `root_path` is the path at
+    which a proxy shows the application."""
     base = f'<base href="{root_path.rstrip("/")}/">'.encode()
     assets = files("pdserve.gateway.web") / "assets"
     assets_by_name = {_name(file): file for file in assets.iterdir() if file.is_file()}
@@ -234,7 +235,7 @@ def add_fleet(app: FastAPI, service: Service) -> None:
             error = failed.message
         else:
             workers = [_fleet_worker(worker) for worker in view.workers]
-            counters = _read(FleetCounters, view)
+            counters = _from_attributes(FleetCounters, view)
         others = await service.processes.query("requests", tenant)
         all_shown = [requests_of_process(tenant), *map(RequestsShown.model_validate_json, others)]
         open_requests = sorted(
@@ -275,7 +276,7 @@ class _LatestView:
             return self._view
 
 
-def _read(kind: type[M], source: object, **fields: Any) -> M:
+def _from_attributes(kind: type[M], source: object, **fields: Any) -> M:
     """Return a model with these fields, and the others from attributes of the same names."""
     names = kind.model_fields.keys() - fields.keys()
     return kind(**fields, **{name: getattr(source, name) for name in names})
@@ -284,7 +285,7 @@ def _read(kind: type[M], source: object, **fields: Any) -> M:
 def _fleet_worker(view: WorkerView) -> FleetWorker:
     hello, load = view.hello, view.load
     blocks = {name: getattr(load, f"blocks_{name}") for name in FleetBlocks.model_fields}
-    return _read(
+    return _from_attributes(
         FleetWorker,
         load,
         boot=hello.boot.hex(),
@@ -300,7 +301,7 @@ def _fleet_worker(view: WorkerView) -> FleetWorker:
 def _fleet_request(state: RequestSnapshot, now: float) -> FleetRequest:
     phases = state.phases
     arrived_s = now - state.arrived
-    return _read(
+    return _from_attributes(
         FleetRequest,
         state,
         id=state.request_id,

@@ -11,12 +11,12 @@ from systems.cluster_secret import SECRET
 
 PROGRAM = """
 import json, sys
-from pdserve.gateway.batches import leases
+from pdserve.gateway.batches import batches
 from pdserve.gateway.main import run
 from pdserve.gateway.settings import GatewaySettings
 def report(event, figures):
     print(json.dumps([event, figures]), flush=True)
-leases.LEASE_S = float(sys.argv[2])
+batches.LEASE_S = float(sys.argv[2])
 sys.exit(run(GatewaySettings(**json.loads(sys.argv[1])), report))
 """
 
