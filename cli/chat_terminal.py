@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from pdserve.cli.up import data_dir
+from pdserve.cli.up.folders import data_dir
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -13,7 +13,7 @@ from pdserve.cli.options import CertsSettings, OptionError, Settings
 
 def certs(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Create an authority, unless the folder has one, and a new certificate for every role."""
-    from pdserve.services.common.auth import Identity, Role, issue, make_authority
+    from pdserve.services.common.auth.certificates import Identity, Role, issue, make_authority
 
     days = settings.build(CertsSettings).days
     folder = Path(positionals["folder"])

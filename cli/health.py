@@ -48,7 +48,7 @@ def probe_grpc(address: str, settings: HealthSettings) -> str:
 
     files = settings.cluster_ca, settings.cluster_cert, settings.cluster_key
     if any(files):
-        from pdserve.services.common.auth import TlsAccess
+        from pdserve.services.common.auth.access import TlsAccess
 
         access = TlsAccess(*files)
         channel = access.open_blocking_channel(address, access.role())

@@ -38,12 +38,13 @@ from pdserve.cli.options import (
     render,
     resolve,
 )
-from pdserve.cli.up import CONFIG_FILE, LOG_SUFFIX, run_dirs
+from pdserve.cli.up.child import LOG_SUFFIX
+from pdserve.cli.up.folders import CONFIG_FILE, run_dirs
 from pdserve.engine.handoff.recorder import SUFFIX as RING
 from pdserve.services.common.options import ServerSettings
 
 if TYPE_CHECKING:
-    from pdserve.services.common.auth import Access
+    from pdserve.services.common.auth.access import Access
 
 FOLDER = "pdserve-report"
 SUMMARY = "summary.txt"
@@ -239,7 +240,7 @@ def scrape(address: str) -> dict[str, bytes]:
 def fleet(options: ReportSettings, target: str) -> dict[str, bytes]:
     """Each router's view of its workers, by GetFleet, for all routers behind the target; or why it
     does not respond."""
-    from pdserve.services.common.auth import make_access
+    from pdserve.services.common.auth.access import make_access
     from pdserve.services.common.discovery import Discovery
 
     access = make_access(
@@ -273,7 +274,7 @@ def _fleet_of(access: "Access", address: str) -> tuple[str, bytes]:
 
     from pdserve.protos.router_pb2 import GetFleetRequest
     from pdserve.protos.router_pb2_grpc import RouterStub
-    from pdserve.services.common.auth import Role
+    from pdserve.services.common.auth.certificates import Role
 
     with access.open_blocking_channel(address, Role.ROUTER) as channel:
         try:

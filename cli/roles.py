@@ -9,36 +9,37 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from pdserve.cli.options import OptionError, Settings
-from pdserve.cli.up import Share, machine_cores, take
-from pdserve.services.common.auth import Role
+from pdserve.cli.up.cores import Share, machine_cores, take
+from pdserve.services.common.auth.certificates import Role
 from pdserve.services.common.logs import logs_json, quiet_grpc_core
 from pdserve.services.common.options import ServerSettings
 from pdserve.services.common.process import raise_open_files, use_grpc_poller
 
 if TYPE_CHECKING:
-    from pdserve.services.worker import WorkerSettings
+    from pdserve.services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
 
 def gateway(settings: Settings, positionals: Mapping[str, str]) -> int:
     quiet_grpc_core(settings.values["log_format"].value)
-    from pdserve.gateway import GatewaySettings
+    from pdserve.gateway.settings import GatewaySettings
 
     require(settings, "routers")
     role_settings = settings.build(GatewaySettings)
     check_trust(role_settings, Role.GATEWAY)
     if role_settings.workers > 1:
-        from pdserve.cli.up import run
+        from pdserve.cli.up.gateway_workers import run
     else:
-        from pdserve.gateway import run
+        from pdserve.gateway.main import run
     return guarded(lambda: run(role_settings))
 
 
 def router(settings: Settings, positionals: Mapping[str, str]) -> int:
     quiet_grpc_core(settings.values["log_format"].value)
     use_grpc_poller()
-    from pdserve.services.router import RouterSettings, run
+    from pdserve.services.router.main import run
+    from pdserve.services.router.settings import RouterSettings
 
     role_settings = settings.build(RouterSettings)
     check_trust(role_settings, Role.ROUTER)
@@ -47,7 +48,8 @@ def router(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 def picker(settings: Settings, positionals: Mapping[str, str]) -> int:
     quiet_grpc_core(settings.values["log_format"].value)
-    from pdserve.services.picker import PickerSettings, run
+    from pdserve.services.picker.main import run
+    from pdserve.services.picker.settings import PickerSettings
 
     require(settings, "routers")
     role_settings = settings.build(PickerSettings)
@@ -56,13 +58,13 @@ def picker(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def prefill(settings: Settings, positionals: Mapping[str, str]) -> int:
-    from pdserve.services.worker import PrefillSettings
+    from pdserve.services.worker.settings import PrefillSettings
 
     return _worker(settings, PrefillSettings, Role.PREFILL)
 
 
 def decode(settings: Settings, positionals: Mapping[str, str]) -> int:
-    from pdserve.services.worker import DecodeSettings
+    from pdserve.services.worker.settings import DecodeSettings
 
     return _worker(settings, DecodeSettings, Role.DECODE)
 
@@ -92,7 +94,7 @@ def require(settings: Settings, *names: str) -> None:
 
 def check_trust(host_settings: ServerSettings, role: Role) -> None:
     """Raises OptionError if this process and others could not trust each other."""
-    from pdserve.services.common.auth import TlsAccess, make_access
+    from pdserve.services.common.auth.access import TlsAccess, make_access
 
     try:
         access = make_access(host_settings)

@@ -17,23 +17,12 @@ from pathlib import Path
 from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.anthropic import AnthropicApi
 from pdserve.gateway.grpc_api import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
-from pdserve.gateway.http import (
-    MAX_VALUES,
-    VALUE_BYTES,
-    BodyReader,
-    HttpApi,
-    HttpLimits,
-    create_app,
-    create_routes,
-    is_loopback,
-)
-from pdserve.gateway.http.serving import (
-    ConnectionCounts,
-    HttpServer,
-    host_port,
-    listen,
-    unix_listener,
-)
+from pdserve.gateway.http.api import HttpApi, HttpLimits
+from pdserve.gateway.http.app import create_app, create_routes
+from pdserve.gateway.http.body import MAX_VALUES, VALUE_BYTES, BodyReader
+from pdserve.gateway.http.guard import is_loopback
+from pdserve.gateway.http.serving import HttpServer
+from pdserve.gateway.listener import ConnectionCounts, host_port, listen, unix_listener
 from pdserve.gateway.mcp import McpServers, McpTools, read_config
 from pdserve.gateway.metrics import GatewayMetrics, GatewayProcesses, uncounted
 from pdserve.gateway.ollama import OllamaApi
@@ -53,7 +42,7 @@ from pdserve.gateway.settings import (
 from pdserve.gateway.web import add_fleet, add_pages
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
 from pdserve.services.common import lifecycle
-from pdserve.services.common.auth import make_access, make_tls
+from pdserve.services.common.auth.access import make_access, make_tls
 from pdserve.services.common.lifecycle import Report, run_until_signal, silent
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.metrics import certificates_of, watch_loop

@@ -4,7 +4,6 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.gateway.http import MAX_HELD_BYTES
 from pdserve.services.common.discovery import check_targets
 from pdserve.services.common.options import KeySettings, PublicSettings, option
 from pdserve.text.reasoning import reasoning_parser_names
@@ -148,7 +147,7 @@ class GatewaySettings(PromptSettings, PublicSettings):
         secret=True,
     )
     max_answers_bytes: int = option(
-        MAX_HELD_BYTES,
+        512 << 20,
         "bytes of long answers that clients have not read yet; above it, the oldest answer of the "
         "key that holds the most is dropped",
         min=1024,

@@ -26,7 +26,7 @@ from pdserve.cli.commands import COMMANDS
 from pdserve.cli.options.aliases import ALIASES
 from pdserve.cli.options.options import CONFIG_ENV, Option
 from pdserve.engine.architectures import find_spec
-from pdserve.gateway.http import create_app
+from pdserve.gateway.http.app import create_app
 
 ROOT = Path(__file__).parents[1]
 DOCS = [

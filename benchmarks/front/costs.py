@@ -22,7 +22,7 @@ from front.fast_decode import MODEL
 from front.fast_system import FastSystem
 
 from pdserve.cli.load import percentile
-from pdserve.services.common.auth import Role
+from pdserve.services.common.auth.certificates import Role
 
 STEP_S = {1: 0.002, 32: 0.01, 128: 0.02}  # by streams
 NUM_TOKENS = {1: 2000, 32: 500, 128: 400}

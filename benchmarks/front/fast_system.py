@@ -10,7 +10,7 @@ import psutil
 from front.clock import StepClock
 from systems.single_processes import SingleProcesses, files_of
 
-from pdserve.services.common.auth import Role
+from pdserve.services.common.auth.certificates import Role
 
 FAST_DECODE = Path(__file__).parent / "fast_decode.py"
 ROLES = (Role.GATEWAY, Role.ROUTER, Role.DECODE)

@@ -13,7 +13,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from systems.single_processes import PDSERVE, SingleProcesses, files_of
 
-from pdserve.services.common.auth import Role
+from pdserve.services.common.auth.certificates import Role
 
 FAST_DECODE = Path(__file__).parents[1] / "front/fast_decode.py"
 STEP_S, CHUNK_S = 0.002, 0.002

@@ -28,7 +28,7 @@ from systems.single_processes import trusted
 from pdserve.gateway.router_client.session import RouterConnection
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import GatewayMessage, RequestEvent
-from pdserve.services.common.auth import Role
+from pdserve.services.common.auth.certificates import Role
 from pdserve.services.common.rpc import TokenRow
 
 AGAIN_S = 2.0  # after a failed stream another one is tried

@@ -38,7 +38,8 @@ from pdserve.protos.worker_pb2_grpc import (
     add_DecodeServicer_to_server,
     add_PrefillServicer_to_server,
 )
-from pdserve.services.common.auth import Access, Role
+from pdserve.services.common.auth.access import Access
+from pdserve.services.common.auth.certificates import Role
 from pdserve.services.common.rpc import (
     BlobCache,
     BlobsServicer,

@@ -17,7 +17,7 @@ from scale.shape import Shape
 from systems.eventually import wait_until
 
 from pdserve.cli.load import spread
-from pdserve.services.common.auth import Role
+from pdserve.services.common.auth.certificates import Role
 
 SETTLE_S = 2.0  # after the last join or first token
 START_S = 60.0

@@ -16,7 +16,7 @@ from systems.single_processes import files_of, make_certificates, trusted
 
 from pdserve.protos.router_pb2 import FleetView, GetFleetRequest
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.common.auth import Role
+from pdserve.services.common.auth.certificates import Role
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

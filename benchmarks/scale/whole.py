@@ -23,7 +23,7 @@ from systems.single_processes import PDSERVE
 
 from pdserve.cli.async_client import AsyncApi
 from pdserve.cli.options import ClientSettings
-from pdserve.services.common.auth import Role
+from pdserve.services.common.auth.certificates import Role
 
 START_S = 90.0
 

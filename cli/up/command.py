@@ -26,15 +26,15 @@ from pdserve.cli.up.cores import Share, allot, machine_cores
 from pdserve.cli.up.folders import CONFIG_FILE, data_dir, kept_database, run_dir
 from pdserve.cli.up.supervisor import Child, StartError, Supervisor, death_of
 from pdserve.engine.api import EngineConfig
-from pdserve.gateway import GatewaySettings, worker_name
-from pdserve.services.common.auth import Role, certificate_settings, make_authority
+from pdserve.gateway.settings import GatewaySettings, worker_name
+from pdserve.services.common.auth.certificates import Role, certificate_settings, make_authority
 from pdserve.services.common.logs import configure_logging, logs_json, quiet_grpc_core
 from pdserve.services.common.options import GRACE_S, STOP_S
 from pdserve.services.common.process import raise_open_files
 from pdserve.services.common.tenants import make_keys
 from pdserve.services.common.tracing import endpoint
-from pdserve.services.router import RouterSettings
-from pdserve.services.worker import (
+from pdserve.services.router.settings import RouterSettings
+from pdserve.services.worker.settings import (
     DEREGISTER_S,
     ENGINE_CLOSE_S,
     DecodeSettings,

@@ -16,8 +16,8 @@ from typing import Any
 from pdserve.cli.up.child import Task
 from pdserve.cli.up.folders import run_dir
 from pdserve.cli.up.supervisor import Child, Supervisor, death_of
-from pdserve.gateway import GatewaySettings, GatewayWorker, worker_name
-from pdserve.gateway.http.serving import ConnectionCounts, hold_port, listen, unix_listener
+from pdserve.gateway.listener import ConnectionCounts, hold_port, listen, unix_listener
+from pdserve.gateway.settings import GatewaySettings, GatewayWorker, worker_name
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.options import GRACE_S, STOP_S
 from pdserve.services.common.rate_limits import FILE_STORAGE, MEMORY_STORAGE

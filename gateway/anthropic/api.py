@@ -22,17 +22,11 @@ from pdserve.gateway.anthropic.request_models import (
 )
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta
-from pdserve.gateway.http import (
-    BodyReader,
-    EventStream,
-    HttpApi,
-    HttpError,
-    HttpLimits,
-    Reply,
-    ResponseModel,
-    caller_of,
-    describe,
-)
+from pdserve.gateway.http.api import HttpApi, HttpError, HttpLimits
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.docs import ResponseModel, describe
+from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.http.responses import EventStream, Reply
 from pdserve.gateway.prepared_completion import Usage
 from pdserve.gateway.service import Service
 from pdserve.services.common.errors import CONTEXT_EXCEEDED

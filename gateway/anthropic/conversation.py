@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from pdserve.gateway.http import (
+from pdserve.gateway.http.fields import (
     ACCEPTED_TYPE,
     DROPPED_TYPE,
     OMITTED_TYPE,

@@ -15,23 +15,18 @@ from pdserve.gateway.anthropic.conversation import (
     TOOLS,
     conversation,
 )
-from pdserve.gateway.http import (
+from pdserve.gateway.http import fields
+from pdserve.gateway.http.fields import NEUTRAL_VALUES, OMITTED_TYPE, Handling, log_unsupported
+from pdserve.gateway.http.thinking import Effort, ThinkingBody, ThinkingFields
+from pdserve.gateway.http.validation import (
     MAX_TOOLS,
-    NEUTRAL_VALUES,
-    OMITTED_TYPE,
     ArgumentSchema,
-    Effort,
-    Handling,
     ModelName,
     StrictModel,
     TextOrObjects,
-    ThinkingBody,
-    ThinkingFields,
     ToolDescription,
     ToolName,
     check_tools,
-    fields,
-    log_unsupported,
     parse_body,
     parsed,
 )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json, to_json
 
-from pdserve.gateway.http import num_values
+from pdserve.gateway.http.body import num_values
 from pdserve.services.common.errors import ServiceError, cut
 
 MAX_LINES = 50_000  # OpenAI's bound

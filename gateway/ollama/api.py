@@ -9,18 +9,11 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
-from pdserve.gateway.http import (
-    LINES,
-    BodyReader,
-    EventStream,
-    HttpApi,
-    HttpError,
-    HttpLimits,
-    Reply,
-    ResponseModel,
-    caller_of,
-    describe,
-)
+from pdserve.gateway.http.api import HttpApi, HttpError, HttpLimits
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.docs import LINES, ResponseModel, describe
+from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.http.responses import EventStream, Reply
 from pdserve.gateway.ollama.reply import OllamaReply, embed, line, load, processes, show, tags
 from pdserve.gateway.ollama.request_models import (
     OllamaChatBody,

@@ -15,7 +15,7 @@ from pydantic_core import to_json
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.completion import HeldLogprobs
-from pdserve.gateway.http import JsonList, JsonPieces, object_json
+from pdserve.gateway.http.api import JsonList, JsonPieces, object_json
 from pdserve.gateway.metrics import RequestSnapshot
 from pdserve.gateway.ollama.request_models import OllamaEmbedBody, OllamaEmbeddingsBody
 from pdserve.gateway.openai import EmbeddingReply, capabilities, llama_sampling, token_logprobs

@@ -19,15 +19,10 @@ from pydantic import (
 )
 
 from pdserve.engine.api import BOUNDS, MAX_ENTRIES, MAX_STOP_CHARS
-from pdserve.gateway.http import (
-    MAX_TOOLS,
-    NEUTRAL_VALUES,
-    StrictModel,
-    ThinkingFields,
-    fields,
-    parse_body,
-    thinking_budget,
-)
+from pdserve.gateway.http import fields
+from pdserve.gateway.http.fields import NEUTRAL_VALUES
+from pdserve.gateway.http.thinking import ThinkingFields, thinking_budget
+from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, parse_body
 from pdserve.gateway.openai import MAX_INPUTS, EmbeddingBody
 from pdserve.gateway.openai.request_models import MAX_MESSAGES, MAX_TOOL_CALLS, ToolBody, tool_use
 from pdserve.gateway.sampling import PenaltyWindow, bounded, refuse, within_window

@@ -10,19 +10,11 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http import (
-    BodyReader,
-    DirectWrite,
-    Event,
-    EventStream,
-    HttpApi,
-    HttpLimits,
-    JsonPieces,
-    Reply,
-    caller_of,
-    describe,
-    json_event,
-)
+from pdserve.gateway.http.api import Event, HttpApi, HttpLimits, JsonPieces, json_event
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.docs import describe
+from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.http.responses import DirectWrite, EventStream, Reply
 from pdserve.gateway.openai.chat import ChatReply, chat_batch
 from pdserve.gateway.openai.completions import CompletionReply
 from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply

@@ -12,7 +12,8 @@ from typing import Any
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta, only_text
-from pdserve.gateway.http import DirectWrite, JsonPieces, array_json, object_json
+from pdserve.gateway.http.api import JsonPieces, array_json, object_json
+from pdserve.gateway.http.responses import DirectWrite
 from pdserve.gateway.openai import objects
 from pdserve.gateway.openai.objects import StreamUsage, TextChunk, usage_object
 from pdserve.gateway.openai.request_models import ChatBatchBody, ChatBody

@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http import AT_ONCE, DirectWrite, JsonPieces, array_json, object_json
+from pdserve.gateway.http.api import AT_ONCE, JsonPieces, array_json, object_json
+from pdserve.gateway.http.responses import DirectWrite
 from pdserve.gateway.openai import objects
 from pdserve.gateway.openai.objects import StreamUsage, TextChunk, usage_object
 from pdserve.gateway.openai.request_models import CompletionBody

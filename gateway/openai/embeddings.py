@@ -11,13 +11,9 @@ from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.http import (
-    NON_GENERATION_FIELDS,
-    JsonPieces,
-    ModelName,
-    array_json,
-    object_json,
-)
+from pdserve.gateway.http.api import JsonPieces, array_json, object_json
+from pdserve.gateway.http.fields import NON_GENERATION_FIELDS
+from pdserve.gateway.http.validation import ModelName
 from pdserve.gateway.model_texts import check_ids, check_room, kept_ids
 from pdserve.gateway.openai.request_models import OwnedBody, base, texts_or_ids
 from pdserve.gateway.pooling import PreparedInputs, base64_of, shaped

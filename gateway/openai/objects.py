@@ -11,9 +11,8 @@ from pydantic_core import to_json
 from starlette.requests import Request
 
 from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken, scored
-from pdserve.gateway.http import (
+from pdserve.gateway.http.api import (
     AT_ONCE,
-    DirectWrite,
     ErrorFormat,
     Event,
     HttpError,
@@ -22,6 +21,7 @@ from pdserve.gateway.http import (
     list_json,
     object_json,
 )
+from pdserve.gateway.http.responses import DirectWrite
 from pdserve.gateway.openai.request_models import Sampling
 from pdserve.gateway.prepared_completion import PreparedCompletion, Prompt, Usage
 from pdserve.gateway.sampling import MAX_LOGPROBS, refuse

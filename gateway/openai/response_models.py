@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, RootModel
 
-from pdserve.gateway.http import ResponseModel
+from pdserve.gateway.http.docs import ResponseModel
 
 
 class ErrorDetail(ResponseModel):

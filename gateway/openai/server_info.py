@@ -19,7 +19,11 @@ from starlette.responses import JSONResponse
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.http import BodyReader, ErrorFormat, Reply, caller_of, describe
+from pdserve.gateway.http.api import ErrorFormat
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.docs import describe
+from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.http.responses import Reply
 from pdserve.gateway.metrics import MAX_SHOWN
 from pdserve.gateway.openai.objects import list_page
 from pdserve.gateway.openai.request_models import (

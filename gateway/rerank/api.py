@@ -10,16 +10,13 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http import (
-    NON_GENERATION_FIELDS,
-    BodyReader,
-    HttpApi,
-    ModelName,
-    Reply,
-    ResponseModel,
-    caller_of,
-    describe,
-)
+from pdserve.gateway.http.api import HttpApi
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.docs import ResponseModel, describe
+from pdserve.gateway.http.fields import NON_GENERATION_FIELDS
+from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.http.responses import Reply
+from pdserve.gateway.http.validation import ModelName
 from pdserve.gateway.openai import ErrorObject, OpenAiErrors, PromptUsage
 from pdserve.gateway.openai.request_models import OwnedBody, parse
 from pdserve.gateway.rerank.scores import Scored, ScoreRequest, score

@@ -39,7 +39,7 @@ from pdserve.protos.router_pb2 import (
     PickRequest,
     RequestEvent,
 )
-from pdserve.services.common.auth import Access
+from pdserve.services.common.auth.access import Access
 from pdserve.services.common.discovery import Discovery
 from pdserve.services.common.errors import ServiceError, quoted
 from pdserve.services.common.rpc import NumberedChoice, TokenRow, send_ids

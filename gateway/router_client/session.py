@@ -11,7 +11,8 @@ import grpc
 from pdserve.gateway.router_client.routing import Recent
 from pdserve.protos.router_pb2 import GatewayHello, GatewayMessage, RequestEvent
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.common.auth import Access, Role
+from pdserve.services.common.auth.access import Access
+from pdserve.services.common.auth.certificates import Role
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.rpc import (
     PROTOCOL_VERSION,

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from pdserve.gateway.http import ResponseModel, caller_of, describe
+from pdserve.gateway.http.docs import ResponseModel, describe
+from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.metrics import MAX_SHOWN, RequestSnapshot
 from pdserve.gateway.router_client import Upstream
 from pdserve.gateway.service import Service

@@ -23,7 +23,8 @@ from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector
 
 from pdserve.protos.fleet_pb2 import Load, WorkerHello
-from pdserve.services.common.auth import expiries_of, read_pem
+from pdserve.services.common.auth.access import read_pem
+from pdserve.services.common.auth.certificates import expiries_of
 from pdserve.services.common.options import CertificateSettings, ProbedSettings
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pdserve.services.common.auth import Access, TlsFiles
+from pdserve.services.common.auth.access import Access, TlsFiles
 from pdserve.services.common.options import STOP_S
 from pdserve.services.common.rpc import MESSAGE_LIMITS, MalformedInterceptor
 

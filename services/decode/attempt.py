@@ -12,7 +12,7 @@ from pdserve.services.common.rpc import NumberedChoice, TokensOutbox
 from pdserve.services.common.tracing import NO_SPAN, TraceSpan
 from pdserve.services.decode.convert import to_tokens
 from pdserve.services.decode.lease_machine import Lease
-from pdserve.services.worker import RouterSession
+from pdserve.services.worker.core import RouterSession
 
 DecodeOutbox = TokensOutbox[DecodeEvent]
 DecodeSession = RouterSession[DecodeOutbox]

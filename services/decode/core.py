@@ -47,7 +47,7 @@ from pdserve.services.decode.lease_machine import Lease, LeasePhase
 from pdserve.services.decode.leases import Leases
 from pdserve.services.decode.runtime import AdmissionReply, DecodeRuntime
 from pdserve.services.decode.single_flight import SharingPolicy
-from pdserve.services.worker import WorkerCore, service_error, when_done
+from pdserve.services.worker.core import WorkerCore, service_error, when_done
 
 log = logging.getLogger(__name__)
 

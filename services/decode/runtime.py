@@ -23,7 +23,8 @@ from pdserve.protos import fleet_pb2
 from pdserve.services.common.rpc import advertised
 from pdserve.services.decode.leases import LeaseFigures
 from pdserve.services.decode.single_flight import SharingPolicy, SingleFlight
-from pdserve.services.worker import DecodeSettings, WorkerRuntime, load_of
+from pdserve.services.worker.runtime import WorkerRuntime, load_of
+from pdserve.services.worker.settings import DecodeSettings
 
 REFUSED = {  # receiver's counter: the metric's reason
     "corrupt_frames": "payload",  # its tag does not match; requested again

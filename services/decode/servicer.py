@@ -19,7 +19,8 @@ from pdserve.services.common.tracing import NO_TRACER, Tracer
 from pdserve.services.decode.attempt import DecodeSession
 from pdserve.services.decode.core import DecodeCore
 from pdserve.services.decode.runtime import DecodeCallbacks, DecodeRuntime
-from pdserve.services.worker import DecodeSettings, WorkerRole, run_worker
+from pdserve.services.worker.process import WorkerRole, run_worker
+from pdserve.services.worker.settings import DecodeSettings
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,1 @@
 """The endpoint picker for a Kubernetes Gateway."""
-
-from pdserve.services.picker.main import run
-from pdserve.services.picker.settings import PickerSettings

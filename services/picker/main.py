@@ -5,13 +5,14 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-from pdserve.gateway import AdmissionLimits, make_text_limits
-from pdserve.gateway.http import HttpLimits
+from pdserve.gateway.admission import AdmissionLimits
+from pdserve.gateway.http.api import HttpLimits
+from pdserve.gateway.main import make_text_limits
 from pdserve.gateway.metrics import GatewayMetrics
 from pdserve.gateway.router_client import RouterClient
 from pdserve.protos.ext_proc_pb2_grpc import add_ExternalProcessorServicer_to_server
 from pdserve.services.common import lifecycle
-from pdserve.services.common.auth import make_access, make_tls
+from pdserve.services.common.auth.access import make_access, make_tls
 from pdserve.services.common.lifecycle import Report, run_until_signal, silent
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.process import freeze_heap

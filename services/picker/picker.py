@@ -12,7 +12,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
 
-from pdserve.gateway.http import API_KEY, SESSION_ID
+from pdserve.gateway.http.guard import API_KEY, SESSION_ID
 from pdserve.protos.common_pb2 import OVERLOADED, UNAVAILABLE, ErrorCode
 from pdserve.protos.router_pb2 import PickReply, PickRequest
 from pdserve.services.common.errors import ServiceError

@@ -6,27 +6,19 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from pdserve.gateway import (
-    Caller,
-    PreparedCompletion,
-    PreparedInputs,
-    Readiness,
-    ServedModel,
-    Service,
-)
 from pdserve.gateway.anthropic import AnthropicApi
-from pdserve.gateway.http import (
-    BodyReader,
-    HttpApi,
-    HttpError,
-    HttpLimits,
-    api_of,
-    create_routes,
-    post,
-)
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.catalog import ServedModel
+from pdserve.gateway.http.api import HttpApi, HttpError, HttpLimits, api_of
+from pdserve.gateway.http.app import create_routes, post
+from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.ollama import OllamaApi
 from pdserve.gateway.openai import OpenAiApi
+from pdserve.gateway.pooling import PreparedInputs
+from pdserve.gateway.prepared_completion import PreparedCompletion
+from pdserve.gateway.readiness import Readiness
 from pdserve.gateway.rerank import RerankApi
+from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import CANCELLED
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.tenants import Tenant

@@ -17,7 +17,7 @@ import grpc.aio
 from google.protobuf.struct_pb2 import Struct
 from pydantic_core import to_json
 
-from pdserve.gateway.http import HttpError
+from pdserve.gateway.http.api import HttpError
 from pdserve.protos import ext_proc_pb2 as pb
 from pdserve.protos import ext_proc_pb2_grpc
 from pdserve.services.common.errors import ServiceError

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pdserve.gateway import PromptSettings
+from pdserve.gateway.settings import PromptSettings
 from pdserve.services.common.discovery import check_targets
 from pdserve.services.common.options import ProbedSettings, option
 

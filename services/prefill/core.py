@@ -30,15 +30,9 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.rpc import Outbox
 from pdserve.services.common.tracing import NO_TRACER, TraceContext, Tracer, TraceSpan
-from pdserve.services.worker import (
-    PrefillSettings,
-    RouterSession,
-    WorkerCore,
-    WorkerRuntime,
-    load_of,
-    service_error,
-    when_done,
-)
+from pdserve.services.worker.core import RouterSession, WorkerCore, service_error, when_done
+from pdserve.services.worker.runtime import WorkerRuntime, load_of
+from pdserve.services.worker.settings import PrefillSettings
 
 log = logging.getLogger(__name__)
 MAX_ENDED = 1024  # attempts whose last event is kept for a late PrefillStart

@@ -17,7 +17,8 @@ from pdserve.services.common.lifecycle import Report, silent
 from pdserve.services.common.rpc import IdsCollector
 from pdserve.services.common.tracing import NO_TRACER, Tracer
 from pdserve.services.prefill.core import PrefillCore, PrefillRuntime, PrefillSession
-from pdserve.services.worker import PrefillSettings, WorkerRole, run_worker
+from pdserve.services.worker.process import WorkerRole, run_worker
+from pdserve.services.worker.settings import PrefillSettings
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos.router_pb2 import FleetView, WorkerView
 from pdserve.protos.worker_pb2 import DecodeEvent
-from pdserve.services.common.auth import Access
+from pdserve.services.common.auth.access import Access
 from pdserve.services.common.rpc import RequestProgress, TokenRow
 from pdserve.services.common.tracing import NO_TRACER, Tracer
 from pdserve.services.router.dispatcher import Dispatcher

@@ -13,7 +13,8 @@ from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.fleet_pb2_grpc import add_FleetServicer_to_server
 from pdserve.protos.router_pb2_grpc import add_RouterServicer_to_server
 from pdserve.services.common import lifecycle
-from pdserve.services.common.auth import Access, Role, make_access, make_tls
+from pdserve.services.common.auth.access import Access, make_access, make_tls
+from pdserve.services.common.auth.certificates import Role
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.lifecycle import Report, run_until_signal, silent
 from pdserve.services.common.logs import configure_logging

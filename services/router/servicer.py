@@ -16,7 +16,8 @@ from pdserve.engine.kv import decode_spec
 from pdserve.protos import common_pb2, fleet_pb2, fleet_pb2_grpc, router_pb2_grpc
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
-from pdserve.services.common.auth import Access, Role
+from pdserve.services.common.auth.access import Access
+from pdserve.services.common.auth.certificates import Role
 from pdserve.services.common.errors import ServiceError, abort, context_exceeded
 from pdserve.services.common.fairness import FairShare
 from pdserve.services.common.rate_limits import RateLimits

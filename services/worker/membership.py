@@ -29,7 +29,8 @@ import grpc
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION
 from pdserve.protos.fleet_pb2_grpc import FleetStub
-from pdserve.services.common.auth import Access, Role
+from pdserve.services.common.auth.access import Access
+from pdserve.services.common.auth.certificates import Role
 from pdserve.services.common.discovery import Discovery, first_that_count, rendezvous_order
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.rpc import check_version

@@ -26,7 +26,7 @@ from pdserve.engine.thread import EngineThread
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2 import Load, WorkerHello
 from pdserve.services.common import lifecycle
-from pdserve.services.common.auth import make_access
+from pdserve.services.common.auth.access import make_access
 from pdserve.services.common.discovery import Discovery
 from pdserve.services.common.lifecycle import Report, run_until_signal
 from pdserve.services.common.logs import configure_logging

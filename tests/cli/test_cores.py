@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.cli.options import OptionError
-from pdserve.cli.up import Share, machine_cores
-from pdserve.cli.up.cores import allot
+from pdserve.cli.up.cores import Share, allot, machine_cores
 
 
 def test_two_workers_on_two_cores() -> None:

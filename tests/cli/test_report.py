@@ -27,12 +27,11 @@ from pdserve.cli.main import main
 from pdserve.cli.options import Settings
 from pdserve.cli.options.options import Option
 from pdserve.cli.report import Bundle, Secrets, collect_parts
-from pdserve.cli.up import CONFIG_FILE
-from pdserve.cli.up.folders import run_dir
+from pdserve.cli.up.folders import CONFIG_FILE, run_dir
 from pdserve.protos import router_pb2
 from pdserve.protos.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
 from pdserve.services.common import kubernetes
-from pdserve.services.common.auth import make_authority
+from pdserve.services.common.auth.certificates import make_authority
 
 NOBODY = "http://127.0.0.1:1"
 VALUES = {  # of options that are validated when they are read

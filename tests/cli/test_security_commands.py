@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli.main import main
-from pdserve.services.common.auth import Role, TlsAccess
-from pdserve.services.common.auth.certificates import role_in
+from pdserve.services.common.auth.access import TlsAccess
+from pdserve.services.common.auth.certificates import Role, role_in
 from pdserve.services.common.tenants import ApiKeys
 
 

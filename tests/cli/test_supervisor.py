@@ -15,8 +15,8 @@ import pytest
 from fakes import service as fake_service
 from systems.eventually import LIMIT_S
 
-from pdserve.cli.up import Share
 from pdserve.cli.up.child import ForkServer, Task
+from pdserve.cli.up.cores import Share
 from pdserve.cli.up.supervisor import Child, OnEvent, StartError, Supervisor, restart_delay
 
 SUPPORT = str(Path(__file__).parents[1] / "support")

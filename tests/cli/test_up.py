@@ -19,15 +19,14 @@ from systems.eventually import LIMIT_S
 from pdserve.cli.commands import COMMANDS
 from pdserve.cli.main import parse_command
 from pdserve.cli.options import OptionError
-from pdserve.cli.up import data_dir
 from pdserve.cli.up.command import System
-from pdserve.cli.up.folders import PREFIX, run_dir
+from pdserve.cli.up.folders import PREFIX, data_dir, run_dir
 from pdserve.cli.up.supervisor import Child, StartError, Supervisor
-from pdserve.gateway import GatewaySettings
+from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.common.auth.certificates import role_in
 from pdserve.services.common.options import ECHO_S
-from pdserve.services.router import RouterSettings
-from pdserve.services.worker import DecodeSettings, PrefillSettings
+from pdserve.services.router.settings import RouterSettings
+from pdserve.services.worker.settings import DecodeSettings, PrefillSettings
 
 FAKES = {
     "router": "fakes.service:router",

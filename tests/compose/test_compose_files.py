@@ -14,7 +14,7 @@ import yaml
 from pdserve.cli.commands import COMMANDS, known_names
 from pdserve.cli.options import ENV_PREFIX
 from pdserve.services.common.options import GRACE_S, STOP_S
-from pdserve.services.worker import DEREGISTER_S, ENGINE_CLOSE_S
+from pdserve.services.worker.settings import DEREGISTER_S, ENGINE_CLOSE_S
 
 ROOT = Path(__file__).parents[2]
 OBSERVABILITY = ROOT / "k8s/observability"

@@ -16,14 +16,20 @@ from starlette.types import ASGIApp
 from systems.cluster_secret import ACCESS
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway import AdmissionLimits, GatewaySettings, Readiness, Service
+from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.anthropic import AnthropicApi
 from pdserve.gateway.grpc_api import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
-from pdserve.gateway.http import BodyReader, HttpLimits, create_app, create_routes
-from pdserve.gateway.http.serving import HttpServer, listen
+from pdserve.gateway.http.api import HttpLimits
+from pdserve.gateway.http.app import create_app, create_routes
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.serving import HttpServer
+from pdserve.gateway.listener import listen
 from pdserve.gateway.ollama import OllamaApi
 from pdserve.gateway.openai import OpenAiApi
+from pdserve.gateway.readiness import Readiness
 from pdserve.gateway.rerank import RerankApi
+from pdserve.gateway.service import Service
+from pdserve.gateway.settings import GatewaySettings
 from pdserve.gateway.storage import ResponseStore
 from pdserve.gateway.web import add_fleet, add_pages
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server

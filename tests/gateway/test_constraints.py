@@ -11,7 +11,7 @@ from oracles.http_errors import CHAT, HI, check
 from tokenizers import decoders, models, pre_tokenizers
 
 from pdserve.engine.api import MAX_SEQUENCE_IDS
-from pdserve.gateway import Caller
+from pdserve.gateway.caller import Caller
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2
 from pdserve.services.common.errors import ServiceError

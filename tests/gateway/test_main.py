@@ -23,7 +23,8 @@ from systems.cluster_secret import SECRET
 from systems.eventually import LIMIT_S, eventually
 
 from pdserve.cli.http_client import ApiClient
-from pdserve.gateway import GatewaySettings, make_text_limits, run
+from pdserve.gateway.main import make_text_limits, run
+from pdserve.gateway.settings import GatewaySettings
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]

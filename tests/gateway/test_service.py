@@ -10,9 +10,9 @@ from fakes.router import FakeRouter, saying, served
 from systems.eventually import LIMIT_S, eventually
 from systems.tokenizer_pools import Pool, workers
 
-from pdserve.gateway import GatewaySettings
 from pdserve.gateway.catalog import Catalog
 from pdserve.gateway.router_client import merge
+from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.errors import ServiceError
 

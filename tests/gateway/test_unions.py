@@ -28,7 +28,7 @@ from openai.types.responses import (
 
 from pdserve.gateway.anthropic import conversation as messages
 from pdserve.gateway.anthropic.request_models import MessageTurn
-from pdserve.gateway.http import EntryTypes
+from pdserve.gateway.http.fields import EntryTypes
 from pdserve.gateway.openai.request_models import base as chat
 from pdserve.gateway.openai.responses import tools as responses
 from pdserve.text import EFFORTS

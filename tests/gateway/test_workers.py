@@ -18,14 +18,14 @@ from systems.eventually import eventually
 from systems.gateway_workers import GatewayWorkers
 
 from pdserve.cli.up.gateway_workers import GatewayWorkers as Parent
-from pdserve.gateway import GatewaySettings
-from pdserve.gateway.http import MAX_VALUES, VALUE_BYTES
-from pdserve.gateway.http.serving import ConnectionCounts
+from pdserve.gateway.http.body import MAX_VALUES, VALUE_BYTES
+from pdserve.gateway.listener import ConnectionCounts
 from pdserve.gateway.main import divided
+from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.text_pb2 import ChatMessage, ChatRequest
 from pdserve.protos.text_pb2_grpc import TextStub
-from pdserve.services.common.auth import Role, issue, make_authority
+from pdserve.services.common.auth.certificates import Role, issue, make_authority
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"

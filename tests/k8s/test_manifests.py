@@ -16,7 +16,7 @@ from pdserve.cli.commands import COMMANDS, known_names
 from pdserve.cli.options import ENV_PREFIX
 from pdserve.cli.options.options import Option
 from pdserve.engine.handoff.recorder.ring import MAX_DEAD_RINGS
-from pdserve.services.common.auth import Role
+from pdserve.services.common.auth.certificates import Role
 
 ROOT = Path(__file__).parents[2]
 ROLES = ("gateway", "router", "prefill", "decode")

@@ -24,9 +24,9 @@ from builders.manifests import (
 from oracles.manifest_rules import ALWAYS
 
 from pdserve.engine.checkpoints.resolve import served_name, shipped_model
-from pdserve.gateway import GatewaySettings
+from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.common.options import GRACE_S, STOP_S
-from pdserve.services.worker import DEREGISTER_S, ENGINE_CLOSE_S
+from pdserve.services.worker.settings import DEREGISTER_S, ENGINE_CLOSE_S
 
 POOLS = ("first", "b")
 ROLES = ("prefill", "decode")

@@ -25,9 +25,9 @@ from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.common import stall_detector
 from pdserve.services.common.stall_detector import MIN_LOOKS, StallDetector
-from pdserve.services.router import RouterSettings
 from pdserve.services.router.fleet import State, Worker
 from pdserve.services.router.main import RouterProcess
+from pdserve.services.router.settings import RouterSettings
 from pdserve.services.worker.membership import HEARTBEAT_S
 from pdserve.services.worker.process import LOOK_S
 

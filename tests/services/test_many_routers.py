@@ -16,8 +16,8 @@ from pdserve.gateway.router_client import RouterClient
 from pdserve.gateway.router_client import client as client_module
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common import discovery
-from pdserve.services.router import RouterSettings
 from pdserve.services.router.main import RouterProcess
+from pdserve.services.router.settings import RouterSettings
 
 pytestmark = pytest.mark.anyio
 ROUTERS, GATEWAYS, WORKERS, REQUESTS = 4, 3, 2, 600

@@ -22,11 +22,11 @@ from pdserve.engine.api import EngineConfig
 from pdserve.gateway.router_client import RouterClient
 from pdserve.services.decode.servicer import DecodeRole
 from pdserve.services.prefill.servicer import PrefillRole
-from pdserve.services.router import RouterSettings
 from pdserve.services.router.main import RouterProcess
-from pdserve.services.worker import DecodeSettings, PrefillSettings
+from pdserve.services.router.settings import RouterSettings
 from pdserve.services.worker.metrics import WorkerMetrics
 from pdserve.services.worker.process import WorkerProcess
+from pdserve.services.worker.settings import DecodeSettings, PrefillSettings
 
 pytestmark = pytest.mark.anyio
 OBSERVABILITY = Path(__file__).parents[2] / "k8s/observability"

@@ -22,10 +22,10 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.discovery import discovery
 from pdserve.services.decode.main import DecodeRole
 from pdserve.services.prefill.main import PrefillRole
-from pdserve.services.router import RouterSettings
 from pdserve.services.router.main import RouterProcess
-from pdserve.services.worker import DecodeSettings, PrefillSettings
+from pdserve.services.router.settings import RouterSettings
 from pdserve.services.worker.process import WorkerProcess
+from pdserve.services.worker.settings import DecodeSettings, PrefillSettings
 
 pytestmark = [pytest.mark.anyio, pytest.mark.extended, pytest.mark.timeout(300)]
 

@@ -22,10 +22,10 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.lifecycle import silent
 from pdserve.services.decode.servicer import DecodeRole
 from pdserve.services.prefill.servicer import PrefillRole
-from pdserve.services.router import RouterSettings
 from pdserve.services.router import main as router_module
-from pdserve.services.worker import DecodeSettings, PrefillSettings
+from pdserve.services.router.settings import RouterSettings
 from pdserve.services.worker import process as worker_module
+from pdserve.services.worker.settings import DecodeSettings, PrefillSettings
 from simulation.clock import Process, World
 from simulation.model import CONTEXT, EOS, VOCAB, Model, Sampling, spec
 from simulation.network import Network

@@ -20,7 +20,7 @@ from pdserve.engine.handoff.protocol import PROGRESS_S
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.sender import Sender
 from pdserve.engine.thread import IDLE_TURN_S, EngineThread
-from pdserve.services.common.auth import Role
+from pdserve.services.common.auth.certificates import Role
 from pdserve.services.common.tracing import Tracer
 from pdserve.services.router.main import RouterProcess
 from simulation.clock import Process, World, here

@@ -16,7 +16,7 @@ from systems.fleet import Fleet
 from systems.whole import KEY, KEY_SHOWN, MARK, MODEL, WholeSystem
 
 from pdserve.cli.main import main
-from pdserve.services.common.auth import Role
+from pdserve.services.common.auth.certificates import Role
 
 ID = "x-request-id"
 DOCS = sorted((K8S.parent / "docs").rglob("*.md"))

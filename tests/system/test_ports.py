@@ -23,7 +23,7 @@ from systems.whole import BACKENDS, KEY, KEY_SHOWN, MARK, PROBED, SECRET, WholeS
 
 from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.recorder.ring import read_ring
-from pdserve.services.common.auth import Role
+from pdserve.services.common.auth.certificates import Role
 
 TRANSPORTS = ("tcp", "shm")
 SHOWN: dict[tuple[str, str], str] = {}

@@ -17,8 +17,7 @@ from systems.listening import listening
 from pdserve.gateway.grpc_api import TEXT_METHODS
 from pdserve.protos import common_pb2, fleet_pb2, router_pb2, text_pb2, worker_pb2
 from pdserve.protos.text_pb2_grpc import TextStub
-from pdserve.services.common.auth import Role
-from pdserve.services.common.auth.certificates import EVERY_ROLE, RIGHTS
+from pdserve.services.common.auth.certificates import EVERY_ROLE, RIGHTS, Role
 from pdserve.services.common.server import HEALTH_CHECK
 from pdserve.services.picker.main import SERVICE as PICKER
 from pdserve.services.router.servicer import OPEN_METHODS
@@ -42,7 +41,7 @@ def fleet() -> Iterator[Fleet]:
 
 def test_the_table_lists_the_routes_of_the_application() -> None:
     from pdserve.gateway.anthropic import AnthropicApi
-    from pdserve.gateway.http import create_routes
+    from pdserve.gateway.http.app import create_routes
     from pdserve.gateway.http.docs import add_docs
     from pdserve.gateway.metrics import GatewayProcesses
     from pdserve.gateway.ollama import OllamaApi

@@ -16,7 +16,8 @@ from systems.whole import KEY_SHOWN, WholeSystem
 
 from pdserve.protos import fleet_pb2
 from pdserve.protos.fleet_pb2_grpc import FleetStub
-from pdserve.services.common.auth import Role, TlsAccess
+from pdserve.services.common.auth.access import TlsAccess
+from pdserve.services.common.auth.certificates import Role
 from pdserve.services.common.server import HEALTH_CHECK
 
 PLACES = (Role.ROUTER, Role.PREFILL, Role.DECODE)

@@ -13,7 +13,7 @@ from fakes.router import FakeRouter, saying, served
 from fakes.scripted_service import scripted_service
 from oracles.grammar_walks import Walk, compiler
 
-from pdserve.gateway import Caller
+from pdserve.gateway.caller import Caller
 from pdserve.services.common.errors import ServiceError
 from pdserve.text import (
     AnswerFormat,

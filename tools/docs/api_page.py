@@ -15,7 +15,8 @@ from pydantic import BaseModel
 from pdserve.gateway.anthropic import conversation as anthropic_types
 from pdserve.gateway.anthropic import request_models as anthropic
 from pdserve.gateway.anthropic.request_models import CountBody, MessagesBody
-from pdserve.gateway.http import NEUTRAL_VALUES, EntryType, EntryTypes, Handling, fields
+from pdserve.gateway.http import fields
+from pdserve.gateway.http.fields import NEUTRAL_VALUES, EntryType, EntryTypes, Handling
 from pdserve.gateway.ollama import request_models as ollama
 from pdserve.gateway.ollama.request_models import (
     OllamaChatBody,

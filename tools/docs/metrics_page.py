@@ -16,7 +16,7 @@ from pdserve.engine.kv import KvSpec, encode_spec
 from pdserve.gateway.metrics import GatewayMetrics
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2, router_pb2
-from pdserve.services.common.auth import make_authority
+from pdserve.services.common.auth.certificates import make_authority
 from pdserve.services.common.metrics import ProcessFacts, lag_histogram
 from pdserve.services.common.observations import Observations
 from pdserve.services.picker.picker import PickerMetrics

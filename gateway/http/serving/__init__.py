@@ -1,10 +1,3 @@
-"""The HTTP server: uvicorn with further bounds, its listener and its sockets."""
+"""The HTTP server: uvicorn with further bounds."""
 
-from pdserve.gateway.http.serving.server import (
-    ConnectionCounts,
-    HttpServer,
-    hold_port,
-    host_port,
-    listen,
-    unix_listener,
-)
+from pdserve.gateway.http.serving.server import HttpServer

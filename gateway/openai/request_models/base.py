@@ -12,7 +12,7 @@ from pydantic import Field
 
 from pdserve.engine.api import MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.caller import MAX_SESSION, Caller
-from pdserve.gateway.http import (
+from pdserve.gateway.http.fields import (
     FIELD_ALIASES,
     IGNORED_FIELDS,
     OMITTED_FIELDS,
@@ -24,10 +24,8 @@ from pdserve.gateway.http import (
     SERVED_FIELDS,
     SERVED_TYPE,
     EntryTypes,
-    Priority,
-    StrictModel,
-    parse_body,
 )
+from pdserve.gateway.http.validation import Priority, StrictModel, parse_body
 from pdserve.gateway.sampling import bounded
 
 TEXT: dict[str, Any] = {"type": "string"}

@@ -13,8 +13,9 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJso
 from pydantic_core import from_json
 
 from pdserve.engine.api import MAX_ENTRIES, MAX_STRUCTURE_CHARS
-from pdserve.gateway.http import ModelName, TokenLimit, thinking_budget
 from pdserve.gateway.http.fields import REFUSED_FIELDS
+from pdserve.gateway.http.thinking import thinking_budget
+from pdserve.gateway.http.validation import ModelName, TokenLimit
 from pdserve.gateway.openai.request_models import base
 from pdserve.gateway.openai.request_models.base import Body, OwnedBody
 from pdserve.gateway.sampling import PenaltyWindow, refuse, within_window

@@ -6,19 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, WithJsonSchema
 
-from pdserve.gateway.http import (
-    DROPPED_TYPE,
-    MAX_TOOLS,
-    SERVED_TYPE,
-    Effort,
-    Handling,
-    ModelName,
-    ReasoningBody,
-    ThinkingChoice,
-    ThinkingFields,
-    TokenLimit,
-    log_unsupported,
-)
+from pdserve.gateway.http.fields import DROPPED_TYPE, SERVED_TYPE, Handling, log_unsupported
+from pdserve.gateway.http.thinking import Effort, ReasoningBody, ThinkingChoice, ThinkingFields
+from pdserve.gateway.http.validation import MAX_TOOLS, ModelName, TokenLimit
 from pdserve.gateway.openai.request_models import base
 from pdserve.gateway.openai.request_models.base import Body, parse
 from pdserve.gateway.openai.request_models.sampling import Sampling, StructureFields

@@ -11,17 +11,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError, from_json, to_json
 
-from pdserve.gateway.http import (
+from pdserve.gateway.http.fields import OMITTED_TYPE, Handling, log_unsupported
+from pdserve.gateway.http.validation import (
     MAX_TOOLS,
-    OMITTED_TYPE,
     ArgumentSchema,
-    Handling,
     StrictModel,
     ToolDescription,
     ToolName,
     check_served,
     check_tools,
-    log_unsupported,
 )
 from pdserve.gateway.openai.request_models.base import TOOL_CHOICES, TOOLS, Body
 from pdserve.gateway.sampling import refuse

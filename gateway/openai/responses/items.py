@@ -6,19 +6,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from pdserve.gateway.http import (
+from pdserve.gateway.http.fields import (
     DROPPED_TYPE,
-    MAX_TOOLS,
     REFUSED_TYPE,
     SERVED_TYPE,
-    Effort,
     Handling,
-    StrictModel,
-    TextOrObjects,
     kept_as_text,
     log_unsupported,
-    parsed,
 )
+from pdserve.gateway.http.thinking import Effort
+from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, TextOrObjects, parsed
 from pdserve.gateway.openai.request_models.tools import custom_arguments, written
 from pdserve.gateway.openai.responses.tools import ITEMS, PARTS, ROLES, UNKNOWN_ITEM, joined_name
 from pdserve.gateway.sampling import refuse

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from pydantic_core import to_json
 
 from pdserve.gateway.choice import Delta, ScoredToken
-from pdserve.gateway.http import JsonList, JsonPieces, array_json, object_json
+from pdserve.gateway.http.api import JsonList, JsonPieces, array_json, object_json
 from pdserve.gateway.openai.objects import token_logprobs
 from pdserve.gateway.openai.request_models.tools import CustomInput
 from pdserve.gateway.openai.responses.tools import OfferedTool

@@ -13,22 +13,21 @@ from starlette.responses import JSONResponse
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import HeldLogprobs
-from pdserve.gateway.http import (
-    BodyReader,
+from pdserve.gateway.http.api import (
     ErrorFormat,
-    EventStream,
     HttpError,
     HttpLimits,
     JsonPieces,
-    Reply,
     array_json,
-    caller_of,
-    describe,
     error_response,
     object_json,
     sent_event,
 )
-from pdserve.gateway.http import Event as SentEvent
+from pdserve.gateway.http.api import Event as SentEvent
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.docs import describe
+from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.http.responses import EventStream, Reply
 from pdserve.gateway.openai.objects import (
     CONTEXT_CODE,
     OpenAiErrors,

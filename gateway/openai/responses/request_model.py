@@ -12,26 +12,25 @@ from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import from_json, to_json
 
 from pdserve.gateway.caller import MAX_SESSION, Caller
-from pdserve.gateway.http import (
-    MAX_TOOLS,
-    NEUTRAL_VALUES,
-    SERVED_TYPE,
-    BodyReader,
-    CodedError,
-    Handling,
-    ModelName,
-    Priority,
+from pdserve.gateway.http import fields
+from pdserve.gateway.http.api import CodedError
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.fields import NEUTRAL_VALUES, SERVED_TYPE, Handling, log_unsupported
+from pdserve.gateway.http.thinking import (
     ReasoningBody,
-    StrictModel,
-    TextOrObjects,
     ThinkingChoice,
     ThinkingFields,
-    TokenLimit,
-    fields,
-    log_unsupported,
-    parse_body,
     thinking_budget,
     thinking_variables,
+)
+from pdserve.gateway.http.validation import (
+    MAX_TOOLS,
+    ModelName,
+    Priority,
+    StrictModel,
+    TextOrObjects,
+    TokenLimit,
+    parse_body,
 )
 from pdserve.gateway.openai.request_models import PENALTIES, TemplateKwargs
 from pdserve.gateway.openai.responses.items import (

@@ -8,20 +8,22 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from pdserve.gateway.http import (
+from pdserve.gateway.http.fields import (
     DROPPED_TYPE,
-    MAX_TOOLS,
     OMITTED_TYPE,
     REFUSED_TYPE,
     SERVED_TYPE,
     EntryTypes,
     Handling,
+    kept_as_text,
+)
+from pdserve.gateway.http.validation import (
+    MAX_TOOLS,
     StrictModel,
     ToolDescription,
     ToolName,
     check_served,
     check_tools,
-    kept_as_text,
     parsed,
 )
 from pdserve.gateway.openai.request_models import MODES, CustomBody, FunctionBody

@@ -16,7 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http import DOCUMENT, BodyReader, HttpApi, HttpLimits
+from pdserve.gateway.http.api import HttpApi, HttpLimits
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.docs import DOCUMENT
 from pdserve.gateway.metrics import RequestUsage
 from pdserve.gateway.openai.api import STORED
 from pdserve.gateway.settings import GatewaySettings

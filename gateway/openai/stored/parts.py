@@ -14,7 +14,10 @@ from starlette.types import ASGIApp
 from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.batches import Batches, BatchRunner, FileLimits, Files, LineResponse, LineSlots
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http import BodyReader, HttpApi, HttpLimits, caller_of, post
+from pdserve.gateway.http.api import HttpApi, HttpLimits
+from pdserve.gateway.http.app import post
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.metrics.usage_log import UsageLog
 from pdserve.gateway.openai.stored.routes import add_batch_routes, add_file_routes, add_usage_routes
 from pdserve.gateway.settings import GatewaySettings

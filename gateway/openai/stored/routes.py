@@ -28,24 +28,21 @@ from pdserve.gateway.batches import (
     StoredBatch,
     StoredFile,
 )
-from pdserve.gateway.http import (
-    FILE,
-    BodyReader,
+from pdserve.gateway.http.api import (
     ErrorFormat,
-    FileForm,
     HttpApi,
     HttpError,
     HttpLimits,
     JsonPieces,
-    PieceStream,
-    Reply,
     array_json,
-    caller_of,
-    describe,
     error_response,
     list_json,
     object_json,
 )
+from pdserve.gateway.http.body import FILE, BodyReader, FileForm
+from pdserve.gateway.http.docs import describe
+from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.http.responses import PieceStream, Reply
 from pdserve.gateway.metrics.usage_log import UsageLog, UsageQuery
 from pdserve.gateway.openai.objects import list_page, page_query, whole_number
 from pdserve.gateway.openai.request_models import Body, parse

@@ -18,7 +18,8 @@ import grpc.aio
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
-from pdserve.services.common.auth import Access, Role
+from pdserve.services.common.auth.access import Access
+from pdserve.services.common.auth.certificates import Role
 from pdserve.services.common.rpc import PROTOCOL_VERSION, Outbox, RowReader, TokenRow, is_refusal
 from pdserve.services.router.fleet.worker import Worker
 

@@ -12,11 +12,13 @@ from fakes.scripted_parts import MemoryStore
 from fakes.scripted_service import scripted_service
 
 from fuzz.mutate import change, mutate
-from pdserve.gateway import Readiness
 from pdserve.gateway.anthropic import AnthropicApi
-from pdserve.gateway.http import BodyReader, HttpLimits, create_app
+from pdserve.gateway.http.api import HttpLimits
+from pdserve.gateway.http.app import create_app
+from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.ollama import OllamaApi
 from pdserve.gateway.openai import OpenAiApi
+from pdserve.gateway.readiness import Readiness
 from pdserve.services.common.tenants import ApiKeys
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}

@@ -21,8 +21,8 @@ from systems.cluster_secret import SECRET, open_channel
 from fuzz.messages import fill
 from fuzz.mutate import mutate
 from pdserve.protos import common_pb2, fleet_pb2, router_pb2, worker_pb2
-from pdserve.services.router import RouterSettings
 from pdserve.services.router.main import RouterProcess
+from pdserve.services.router.settings import RouterSettings
 
 NOBODY = "127.0.0.1:1"  # address of workers that fuzzed messages invent
 METHODS: dict[str, tuple[type[Message], bool]] = {  # (request, whether it is a stream)

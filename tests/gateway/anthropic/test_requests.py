@@ -10,7 +10,7 @@ from fakes.scripted_parts import deltas
 from fakes.tool_model import THINKING, ToolModel
 from oracles.http_errors import JSON, LARGE, nested
 
-from pdserve.gateway import AdmissionLimits
+from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.anthropic.api import MessageContent
 from pdserve.gateway.anthropic.conversation import EDITS
 from pdserve.gateway.anthropic.request_models import (

@@ -16,8 +16,7 @@ from oracles.sse import events
 from pydantic import BaseModel
 from systems.served_gateway import served_gateway
 
-from pdserve.gateway.http import describe
-from pdserve.gateway.http.docs import PAGE, START, document
+from pdserve.gateway.http.docs import PAGE, START, describe, document
 from pdserve.gateway.openai import OpenAiApi
 from pdserve.services.common.errors import HTTP_STATUS
 

@@ -10,9 +10,13 @@ from fakes.router import FakeRouter, saying
 from fastapi import Request
 from pydantic import BaseModel
 
-from pdserve.gateway import Readiness, Service
-from pdserve.gateway.http import BodyReader, EventStream, HttpError, HttpLimits, Reply, create_app
+from pdserve.gateway.http.api import HttpError, HttpLimits
+from pdserve.gateway.http.app import create_app
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.responses import EventStream, Reply
 from pdserve.gateway.openai import OpenAiApi
+from pdserve.gateway.readiness import Readiness
+from pdserve.gateway.service import Service
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.tenants import ApiKeys

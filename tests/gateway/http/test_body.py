@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from pdserve.gateway import Caller
-from pdserve.gateway.http import MAX_VALUES, BodyReader, HttpLimits, num_values
-from pdserve.gateway.http.body import SMALL_BYTES, parse_object
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.api import HttpLimits
+from pdserve.gateway.http.body import MAX_VALUES, SMALL_BYTES, BodyReader, num_values, parse_object
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.tenants import Tenant
 

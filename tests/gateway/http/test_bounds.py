@@ -9,8 +9,8 @@ from fakes.router import FakeRouter, saying
 from oracles.http_errors import CHAT, HI, JSON, PLAIN, WIDE, check
 from systems.eventually import eventually
 
-from pdserve.gateway import AdmissionLimits
-from pdserve.gateway.http import HttpLimits
+from pdserve.gateway.admission import AdmissionLimits
+from pdserve.gateway.http.api import HttpLimits
 
 pytestmark = pytest.mark.anyio
 

@@ -10,8 +10,9 @@ import pytest
 import uvloop
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway.http.serving import listen, server
-from pdserve.services.common.auth import Identity, Role, issue, make_authority
+from pdserve.gateway.http.serving import server
+from pdserve.gateway.listener import listen
+from pdserve.services.common.auth.certificates import Identity, Role, issue, make_authority
 
 pytestmark = pytest.mark.anyio
 

@@ -15,7 +15,8 @@ import pytest
 from fakes.router import FakeRouter, finished, placed, saying, tokens
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway.http import BodyReader, HttpLimits
+from pdserve.gateway.http.api import HttpLimits
+from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.serving import protocol
 from pdserve.gateway.main import HttpServer, listen
 from pdserve.gateway.openai import OpenAiApi

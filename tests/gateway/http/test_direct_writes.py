@@ -13,7 +13,8 @@ import pytest
 from fakes.router import FakeRouter, saying, served
 from systems.eventually import eventually
 
-from pdserve.gateway.http import DirectWrite, HttpLimits
+from pdserve.gateway.http.api import HttpLimits
+from pdserve.gateway.http.responses import DirectWrite
 
 pytestmark = pytest.mark.anyio
 BOUNDS = HttpLimits(1 << 16, 1 << 20, 10.0, max_buffer_bytes=1 << 20, stall_s=30.0)

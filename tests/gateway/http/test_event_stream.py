@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.gateway.http import EventStream, HttpLimits, responses
-from pdserve.gateway.http.responses import DROP, HELD, KEEPS_UP, HeldResponses
+from pdserve.gateway.http import responses
+from pdserve.gateway.http.api import HttpLimits
+from pdserve.gateway.http.responses import DROP, HELD, KEEPS_UP, EventStream, HeldResponses
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.common.errors import ServiceError
 

@@ -9,9 +9,9 @@ import pytest
 from starlette.types import Receive, Scope, Send
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway import Caller
-from pdserve.gateway.http import EventStream, HttpLimits, JsonPieces, Reply, json_event
-from pdserve.gateway.http.responses import HELD, HeldResponse, HeldResponses
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.api import HttpLimits, JsonPieces, json_event
+from pdserve.gateway.http.responses import HELD, EventStream, HeldResponse, HeldResponses, Reply
 from pdserve.gateway.http.serving import HttpServer
 from pdserve.gateway.main import listen
 from pdserve.services.common.tenants import Tenant

@@ -6,7 +6,7 @@ import pytest
 from fakes.router import FakeRouter, saying
 from oracles.http_errors import CHAT, HI, check
 
-from pdserve.gateway.http.serving import hold_port, unix_listener
+from pdserve.gateway.listener import hold_port, unix_listener
 
 pytestmark = pytest.mark.anyio
 

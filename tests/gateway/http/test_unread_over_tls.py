@@ -12,7 +12,7 @@ from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.http.serving import HttpServer
 from pdserve.gateway.main import listen
-from pdserve.services.common.auth import Role, issue, make_authority
+from pdserve.services.common.auth.certificates import Role, issue, make_authority
 
 pytestmark = pytest.mark.anyio
 SMALL = 1 << 14  # socket buffer size

@@ -22,19 +22,13 @@ from starlette.types import ASGIApp
 from systems.cluster_secret import ACCESS
 from systems.eventually import eventually
 
-from pdserve.gateway import Caller, PreparedCompletion, Readiness, Service
 from pdserve.gateway.anthropic import AnthropicApi
+from pdserve.gateway.caller import Caller
 from pdserve.gateway.grpc_api import SERVICE, TEXT_METHODS, TextServicer
-from pdserve.gateway.http import (
-    BodyReader,
-    DirectWrite,
-    HttpApi,
-    HttpLimits,
-    JsonPieces,
-    create_app,
-    create_routes,
-    post,
-)
+from pdserve.gateway.http.api import HttpApi, HttpLimits, JsonPieces
+from pdserve.gateway.http.app import create_app, create_routes, post
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.responses import DirectWrite
 from pdserve.gateway.mcp import McpServers, McpTools
 from pdserve.gateway.mcp.config import McpServer
 from pdserve.gateway.mcp.offer import ServerTool, ToolResult, offered_tools
@@ -43,6 +37,9 @@ from pdserve.gateway.metrics import GatewayMetrics
 from pdserve.gateway.openai import OpenAiApi
 from pdserve.gateway.openai.chat import ChatReply
 from pdserve.gateway.openai.request_models import ChatBody
+from pdserve.gateway.prepared_completion import PreparedCompletion
+from pdserve.gateway.readiness import Readiness
+from pdserve.gateway.service import Service
 from pdserve.protos.text_pb2 import ChatMessage, ChatRequest
 from pdserve.protos.text_pb2_grpc import TextStub, add_TextServicer_to_server
 from pdserve.services.common.rate_limits import RateLimits, RateSettings

@@ -219,7 +219,7 @@ async def test_concurrent_inputs_are_bounded_and_answers_are_in_order(make_http)
 
 
 async def test_a_disconnect_cancels_all_inputs(make_service):
-    from pdserve.gateway import Caller
+    from pdserve.gateway.caller import Caller
     from pdserve.gateway.openai import EmbeddingBody, EmbeddingReply
 
     slow = Slow()

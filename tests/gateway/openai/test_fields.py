@@ -8,8 +8,7 @@ from fakes.router import FakeRouter, saying, served
 from oracles.http_errors import CHAT, HI, PLAIN, check
 from oracles.sse import events
 
-from pdserve.gateway.http import IGNORED_FIELDS
-from pdserve.gateway.http.fields import FIELD_ALIASES, REFUSED_FIELDS
+from pdserve.gateway.http.fields import FIELD_ALIASES, IGNORED_FIELDS, REFUSED_FIELDS
 from pdserve.gateway.openai.request_models import ChatBody, CompletionBody
 
 pytestmark = pytest.mark.anyio

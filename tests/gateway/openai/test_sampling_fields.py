@@ -14,7 +14,7 @@ from oracles.http_errors import CHAT, HI, PLAIN, check
 from pdserve.engine.api import MAX_BAD_WORD_CHARS
 from pdserve.gateway import sampling
 from pdserve.gateway.choice import ScoredToken
-from pdserve.gateway.http import AT_ONCE
+from pdserve.gateway.http.api import AT_ONCE
 from pdserve.gateway.openai import objects
 from pdserve.protos import common_pb2 as pb
 

@@ -10,7 +10,7 @@ from oracles.http_errors import CHAT, HI, PLAIN
 from systems.eventually import eventually
 from systems.served_gateway import every_kind
 
-from pdserve.gateway import AdmissionLimits
+from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.metrics import GatewayProcesses
 from pdserve.protos import common_pb2 as pb
 

@@ -10,7 +10,7 @@ from oracles.grammar_walks import Walk
 from oracles.http_errors import CHAT, HI, PLAIN, check
 
 from pdserve.engine.api import MAX_STRUCTURE_CHARS, MAX_STRUCTURE_DEPTH, MAX_STRUCTURE_VALUES
-from pdserve.gateway.http import HttpLimits
+from pdserve.gateway.http.api import HttpLimits
 
 pytestmark = pytest.mark.anyio
 BODIES: dict[str, dict[str, Any]] = {

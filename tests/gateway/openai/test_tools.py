@@ -18,8 +18,7 @@ from oracles.grammar_walks import Walk
 from oracles.http_errors import LARGE
 from oracles.sse import events
 
-from pdserve.gateway.http import check_tools
-from pdserve.gateway.http.validation import MAX_SCHEMA_CHARS
+from pdserve.gateway.http.validation import MAX_SCHEMA_CHARS, check_tools
 from pdserve.gateway.openai.request_models import FunctionBody
 from pdserve.services.common.errors import ServiceError
 from pdserve.text import ParserChoice, Tool

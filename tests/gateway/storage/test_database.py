@@ -12,8 +12,8 @@ import pytest
 from sqlalchemy import text
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway import Caller
 from pdserve.gateway.batches import FileLimits, Files
+from pdserve.gateway.caller import Caller
 from pdserve.gateway.metrics import RequestUsage
 from pdserve.gateway.metrics.usage_log import UsageLog
 from pdserve.gateway.storage import KeptResponse

@@ -17,7 +17,7 @@ from systems.stored_gateway import (
     stored_gateway,
 )
 
-from pdserve.gateway import AdmissionLimits
+from pdserve.gateway.admission import AdmissionLimits
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio

@@ -11,10 +11,13 @@ from fakes.scripted_service import scripted_service
 from systems.eventually import eventually
 from systems.stored_gateway import BOUNDS, CHAT
 
-from pdserve.gateway import AdmissionLimits, GatewaySettings, Readiness
-from pdserve.gateway.http import BodyReader, create_app, create_routes
+from pdserve.gateway.admission import AdmissionLimits
+from pdserve.gateway.http.app import create_app, create_routes
+from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.openai import OpenAiApi
 from pdserve.gateway.openai.stored import LateParts
+from pdserve.gateway.readiness import Readiness
+from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.common.tenants import ApiKeys
 
 pytestmark = pytest.mark.anyio

@@ -23,8 +23,9 @@ from systems.stored_gateway import (
     stored_gateway,
 )
 
-from pdserve.gateway import GatewaySettings, run
 from pdserve.gateway.batches.batches import LEASE_S, BatchLease, LeaseWatch
+from pdserve.gateway.main import run
+from pdserve.gateway.settings import GatewaySettings
 
 pytestmark = pytest.mark.anyio
 LINES = 60

@@ -13,8 +13,8 @@ from systems.eventually import eventually
 from systems.served_gateway import served_gateway
 from systems.stored_gateway import CHAT, ended, lines_of, start_batch, stored_gateway
 
-from pdserve.gateway import Caller
-from pdserve.gateway.http import AT_ONCE
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.api import AT_ONCE
 from pdserve.gateway.metrics import RequestUsage
 from pdserve.gateway.metrics.usage_log import COUNTS, UsageLog, UsageQuery, UsageRow
 from pdserve.gateway.openai.stored.routes import usage_page

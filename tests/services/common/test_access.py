@@ -35,20 +35,24 @@ from pdserve.protos.worker_pb2_grpc import (
     add_DecodeServicer_to_server,
     add_PrefillServicer_to_server,
 )
-from pdserve.services.common.auth import (
-    Identity,
-    Role,
+from pdserve.services.common.auth import access as access_module
+from pdserve.services.common.auth.access import (
+    REPLACING_S,
+    SecretAccess,
     TlsAccess,
     TlsFiles,
-    certificate_settings,
-    issue,
     make_access,
-    make_authority,
     make_tls,
 )
-from pdserve.services.common.auth import access as access_module
-from pdserve.services.common.auth.access import REPLACING_S, SecretAccess
-from pdserve.services.common.auth.certificates import RIGHTS, role_in
+from pdserve.services.common.auth.certificates import (
+    RIGHTS,
+    Identity,
+    Role,
+    certificate_settings,
+    issue,
+    make_authority,
+    role_in,
+)
 from pdserve.services.common.options import ServerSettings
 from pdserve.services.common.server import HEALTH_CHECK, GrpcServer
 

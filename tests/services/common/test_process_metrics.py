@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from systems.eventually import eventually
 
 from pdserve.services.common import metrics
-from pdserve.services.common.auth import Role, issue, make_authority
+from pdserve.services.common.auth.certificates import Role, issue, make_authority
 from pdserve.services.common.metrics import (
     MetricsPort,
     ProcessFacts,

@@ -18,7 +18,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub
 from pdserve.services.decode.servicer import DecodeRole
-from pdserve.services.worker import DecodeSettings
+from pdserve.services.worker.settings import DecodeSettings
 
 NUM = 100
 PARAMS = {"max_tokens": NUM, "temperature": 1.0, "logprobs": 1, "presence_penalty": 0.5}

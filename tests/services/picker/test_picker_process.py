@@ -18,9 +18,10 @@ from systems.eventually import eventually
 
 from pdserve.protos import ext_proc_pb2 as pb
 from pdserve.protos.ext_proc_pb2_grpc import ExternalProcessorStub
-from pdserve.services.common.auth import Role, issue, make_authority
-from pdserve.services.picker import PickerSettings, servicer
+from pdserve.services.common.auth.certificates import Role, issue, make_authority
+from pdserve.services.picker import servicer
 from pdserve.services.picker.main import LIVE, NAMES, PickerProcess
+from pdserve.services.picker.settings import PickerSettings
 
 pytestmark = pytest.mark.anyio
 PODS = tuple(f"127.0.0.{number}:8000" for number in (1, 2, 3))

@@ -10,13 +10,17 @@ from fakes.in_process_text import InProcessPool
 from fakes.router import FakeRouter, saying, served
 from fakes.scripted_service import scripted_service
 
-from pdserve.gateway import AdmissionLimits, GatewaySettings, Readiness
+from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.anthropic import AnthropicApi
-from pdserve.gateway.http import BodyReader, HttpLimits, create_routes, post
+from pdserve.gateway.http.api import HttpLimits
+from pdserve.gateway.http.app import create_routes, post
+from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.metrics import GatewayMetrics
 from pdserve.gateway.ollama import OllamaApi
 from pdserve.gateway.openai import OpenAiApi
+from pdserve.gateway.readiness import Readiness
 from pdserve.gateway.rerank import RerankApi
+from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.common.rate_limits import RateLimits, RateSettings
 from pdserve.services.common.tenants import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.picker.prompts import PromptReader, PromptService

@@ -19,8 +19,8 @@ from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.common.rpc import send_ids
 from pdserve.services.common.tracing import NO_TRACER, Tracer
-from pdserve.services.router import RouterSettings
 from pdserve.services.router.main import RouterProcess
+from pdserve.services.router.settings import RouterSettings
 
 
 class Gateway:

@@ -14,10 +14,10 @@ from pdserve.engine.kv import Mixing
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
-from pdserve.services.router import RouterSettings
 from pdserve.services.router.fleet import COMPATIBLE_WORKER_WAIT_S
 from pdserve.services.router.main import make_rules
 from pdserve.services.router.placement import Rules, WaitReason
+from pdserve.services.router.settings import RouterSettings
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import pytest
 from systems.eventually import LIMIT_S
 
 from pdserve.services.common.tenants import ApiKeys
-from pdserve.services.router import RouterSettings, run
 from pdserve.services.router.dispatcher import Dispatcher
+from pdserve.services.router.main import run
+from pdserve.services.router.settings import RouterSettings
 
 PROGRAM = """
 import sys

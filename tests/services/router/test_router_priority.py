@@ -16,9 +16,11 @@ from systems.dispatcher_world import World
 from systems.eventually import LIMIT_S, eventually
 
 from pdserve.engine.kv import KvSpec, Mixing, encode_spec
-from pdserve.gateway import Readiness
-from pdserve.gateway.http import BodyReader, HttpLimits, create_app
+from pdserve.gateway.http.api import HttpLimits
+from pdserve.gateway.http.app import create_app
+from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.openai import OpenAiApi
+from pdserve.gateway.readiness import Readiness
 from pdserve.gateway.router_client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import DECODE

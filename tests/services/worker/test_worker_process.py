@@ -22,11 +22,11 @@ from pdserve.engine.transport import TransportRefused
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
 from pdserve.services.common.rpc import advertised
-from pdserve.services.decode import run as run_decode
-from pdserve.services.prefill import run as run_prefill
-from pdserve.services.worker import DecodeSettings, PrefillSettings
+from pdserve.services.decode.servicer import run as run_decode
+from pdserve.services.prefill.servicer import run as run_prefill
 from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.runtime import shm_folder
+from pdserve.services.worker.settings import DecodeSettings, PrefillSettings
 
 Events = list[tuple[str, dict[str, Any]]]
 STUBS: dict[Any, Any] = {

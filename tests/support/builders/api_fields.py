@@ -6,7 +6,7 @@ from typing import Any
 
 from oracles.http_errors import CHAT, HI, PLAIN
 
-from pdserve.gateway.http import ThinkingFields
+from pdserve.gateway.http.thinking import ThinkingFields
 from pdserve.gateway.openai.request_models.sampling import StructureFields
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"

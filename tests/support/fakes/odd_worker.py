@@ -23,7 +23,8 @@ from pdserve.engine.api import EngineConfig
 from pdserve.engine.scheduling import StepMeter
 from pdserve.services import decode
 from pdserve.services.common import stall_detector
-from pdserve.services.worker import DecodeSettings, process
+from pdserve.services.worker import process
+from pdserve.services.worker.settings import DecodeSettings
 
 FROZEN_S, LOOK_S, ENGINE_CLOSE_S = 2.5, 0.1, 2.0
 

@@ -9,7 +9,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
-from pdserve.services.common.auth import Access
+from pdserve.services.common.auth.access import Access
 from pdserve.services.common.rpc import TokensOutbox
 from pdserve.services.common.server import GrpcServer
 from pdserve.services.worker.membership import Membership

@@ -5,9 +5,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
-from pdserve.gateway import Caller, PreparedCompletion, Service
+from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta
-from pdserve.gateway.prepared_completion import Usage
+from pdserve.gateway.prepared_completion import PreparedCompletion, Usage
+from pdserve.gateway.service import Service
 from pdserve.text import ContentPart, ReasoningPart, TextPart, ToolCallPart
 
 CACHED = 3  # tokens of each prompt

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from pdserve.gateway.http import HttpError
+from pdserve.gateway.http.api import HttpError
 from pdserve.gateway.openai import OpenAiErrors
 from pdserve.protos.router_pb2 import PickedWorker, PickReply, PickRequest
 from pdserve.services.common.errors import ServiceError

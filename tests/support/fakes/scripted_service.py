@@ -6,9 +6,10 @@ from typing import Any
 
 from fakes.in_process_text import InProcessPool
 from fakes.router import FakeRouter
-from pdserve.gateway import AdmissionLimits, GatewaySettings, Service
+from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.metrics import CountUsage, GatewayMetrics, uncounted
-from pdserve.gateway.service import ServerTools
+from pdserve.gateway.service import ServerTools, Service
+from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.common.rate_limits import RateLimits, RateSettings
 from pdserve.services.common.tracing import NO_TRACER, Tracer
 from pdserve.text import ParserChoice

@@ -4,7 +4,7 @@ from typing import Any
 
 import httpx
 
-from pdserve.gateway.http import HttpLimits
+from pdserve.gateway.http.api import HttpLimits
 
 HI = [{"role": "user", "content": "hi"}]
 WIDE = HttpLimits(1 << 16, 1 << 18, 60, max_buffer_bytes=1 << 16, stall_s=60)

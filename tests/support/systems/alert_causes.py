@@ -23,12 +23,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from pdserve.engine.handoff.connection.connect import MAX_UNPROVEN
 from pdserve.engine.kv import NO_MIXING
-from pdserve.gateway import AdmissionLimits
+from pdserve.gateway.admission import AdmissionLimits
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import DECODE, Load
 from pdserve.services.common import metrics as process_metrics
 from pdserve.services.common import stall_detector
-from pdserve.services.common.auth import Role, issue, make_authority
+from pdserve.services.common.auth.certificates import Role, issue, make_authority
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.metrics import lag_histogram, watch_loop
 from systems.dispatcher_world import World

@@ -20,8 +20,8 @@ from pdserve.gateway.router_client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.common.rpc import TokensOutbox
-from pdserve.services.router import RouterSettings
 from pdserve.services.router.main import RouterProcess
+from pdserve.services.router.settings import RouterSettings
 from systems.cluster_secret import ACCESS, SECRET
 from systems.eventually import eventually
 

@@ -12,14 +12,19 @@ from fakes.pooled_answers import HIDDEN, NO, YES, embedding, judging, vector_of
 from fakes.router import Event, FakeRouter, saying, served
 from fakes.scripted_service import scripted_service
 
-from pdserve.gateway import AdmissionLimits, GatewaySettings, Readiness
+from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.anthropic import AnthropicApi
-from pdserve.gateway.http import BodyReader, HttpLimits, create_app, create_routes
-from pdserve.gateway.http.serving import HttpServer, listen
+from pdserve.gateway.http.api import HttpLimits
+from pdserve.gateway.http.app import create_app, create_routes
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.serving import HttpServer
+from pdserve.gateway.listener import listen
 from pdserve.gateway.ollama import OllamaApi
 from pdserve.gateway.openai import OpenAiApi
 from pdserve.gateway.openai.stored.parts import StoredParts
+from pdserve.gateway.readiness import Readiness
 from pdserve.gateway.rerank import RerankApi
+from pdserve.gateway.settings import GatewaySettings
 from pdserve.gateway.web import add_fleet, add_pages
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.tenants import ApiKeys

@@ -20,10 +20,10 @@ from pdserve.gateway.router_client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.discovery import rendezvous_order
 from pdserve.services.decode.servicer import DecodeRole
-from pdserve.services.router import RouterSettings
 from pdserve.services.router.main import RouterProcess
-from pdserve.services.worker import DecodeSettings
+from pdserve.services.router.settings import RouterSettings
 from pdserve.services.worker.process import WorkerProcess
+from pdserve.services.worker.settings import DecodeSettings
 from systems.cluster_secret import ACCESS, SECRET
 from systems.eventually import eventually
 from systems.worker_kit import CARD, start_worker

@@ -11,7 +11,8 @@ import grpc
 
 from pdserve.protos import fleet_pb2, router_pb2
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.common.auth import Role, TlsAccess
+from pdserve.services.common.auth.access import TlsAccess
+from pdserve.services.common.auth.certificates import Role
 from systems.chaos.cluster import lasting_port
 from systems.eventually import wait_until
 

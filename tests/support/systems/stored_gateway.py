@@ -14,11 +14,16 @@ import openai
 from fakes.router import Event, FakeRouter, Play, saying
 from fakes.scripted_service import scripted_service
 
-from pdserve.gateway import AdmissionLimits, GatewaySettings, Readiness
-from pdserve.gateway.http import BodyReader, HttpLimits, create_app, create_routes
-from pdserve.gateway.http.serving import HttpServer, listen
+from pdserve.gateway.admission import AdmissionLimits
+from pdserve.gateway.http.api import HttpLimits
+from pdserve.gateway.http.app import create_app, create_routes
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.serving import HttpServer
+from pdserve.gateway.listener import listen
 from pdserve.gateway.openai import OpenAiApi
 from pdserve.gateway.openai.stored.parts import StoredParts
+from pdserve.gateway.readiness import Readiness
+from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.rate_limits import RateLimits
 from pdserve.services.common.tenants import ApiKeys

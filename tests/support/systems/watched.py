@@ -17,20 +17,23 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
 from pdserve.engine.engine import Engine
-from pdserve.gateway import AdmissionLimits, Readiness
-from pdserve.gateway.http import BodyReader, HttpLimits, create_app, create_routes
+from pdserve.gateway.admission import AdmissionLimits
+from pdserve.gateway.http.api import HttpLimits
+from pdserve.gateway.http.app import create_app, create_routes
+from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.openai import OpenAiApi
+from pdserve.gateway.readiness import Readiness
 from pdserve.gateway.router_client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import Load, WorkerHello, WorkerReport
 from pdserve.services.common.metrics import ProcessFacts
 from pdserve.services.common.tenants import ApiKeys
-from pdserve.services.router import RouterSettings
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.metrics import RouterMetrics
-from pdserve.services.worker import load_of
+from pdserve.services.router.settings import RouterSettings
 from pdserve.services.worker.metrics import WorkerMetrics
+from pdserve.services.worker.runtime import load_of
 from systems.cluster_secret import ACCESS, SECRET
 from systems.eventually import eventually
 

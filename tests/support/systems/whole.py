@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.engine.handoff.recorder import SUFFIX
 from pdserve.protos import fleet_pb2
-from pdserve.services.common.auth import Role
+from pdserve.services.common.auth.certificates import Role
 from systems.single_processes import PICKER, WORKERS, SingleProcesses
 
 MODEL = "SmolLM2-135M-Instruct"

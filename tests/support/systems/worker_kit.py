@@ -24,8 +24,8 @@ from pdserve.services.common.rpc import send_ids
 from pdserve.services.common.tracing import NO_TRACER
 from pdserve.services.decode.servicer import DecodeRole
 from pdserve.services.prefill.servicer import PrefillRole
-from pdserve.services.worker import DecodeSettings, PrefillSettings
 from pdserve.services.worker.process import AnyRole, WorkerProcess
+from pdserve.services.worker.settings import DecodeSettings, PrefillSettings
 from systems.cluster_secret import SECRET, open_channel
 from systems.eventually import LIMIT_S, eventually
 from systems.rows import SessionEvents

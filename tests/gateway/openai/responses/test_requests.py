@@ -14,7 +14,8 @@ from fakes.scripted_parts import MemoryStore, ScriptedParts, deltas
 from fakes.tool_model import TEMPLATE, ToolModel, calls
 from oracles.http_errors import LARGE, check, nested
 
-from pdserve.gateway.http import OMITTED_TYPE, Handling, HttpLimits
+from pdserve.gateway.http.api import HttpLimits
+from pdserve.gateway.http.fields import OMITTED_TYPE, Handling
 from pdserve.gateway.http.responses import HEAD_S
 from pdserve.gateway.openai.request_models.tools import CustomInput
 from pdserve.gateway.openai.responses.items import MAX_ITEMS, conversation, parse_input

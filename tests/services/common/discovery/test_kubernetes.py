@@ -17,14 +17,14 @@ from fakes.kubernetes import EVENT_FAULTS, NAMESPACE, FakeKubernetes, endpoint_s
 from systems.cluster_secret import SECRET
 from systems.eventually import LIMIT_S, eventually, wait_until
 
-from pdserve.gateway import GatewaySettings
+from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.common import kubernetes
 from pdserve.services.common.discovery import Discovery, resolve
 from pdserve.services.common.endpoint_slices import EndpointSlices, parse_kubernetes
 from pdserve.services.common.kubernetes import ApiServerError
 from pdserve.services.picker import endpoints
 from pdserve.services.picker.endpoints import Endpoints
-from pdserve.services.worker import WorkerSettings
+from pdserve.services.worker.settings import WorkerSettings
 
 TARGET = "kubernetes:///router:grpc"
 CHANGES = 60

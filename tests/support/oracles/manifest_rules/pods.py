@@ -9,7 +9,7 @@ from oracles.manifest_rules.labels import COMPONENT, NAME, WORKERS
 from pdserve.cli.commands import COMMANDS
 from pdserve.cli.options import ENV_PREFIX, OptionError
 from pdserve.services.common.options import GRACE_S, STOP_S
-from pdserve.services.worker import DEREGISTER_S, ENGINE_CLOSE_S
+from pdserve.services.worker.settings import DEREGISTER_S, ENGINE_CLOSE_S
 
 END_S = GRACE_S + STOP_S + DEREGISTER_S + ENGINE_CLOSE_S  # a stop after the drain (docs/bounds.md)
 PINNED_MODEL = re.compile(r"[^@]+@[0-9a-f]{40}(:.+)?")  # accepted by model_volume.py

@@ -20,14 +20,14 @@ from typing import Any
 import grpc
 import psutil
 
-from pdserve.cli.up import Share
 from pdserve.cli.up.child import MAX_REPORT_BYTES, Task, child_main
 from pdserve.cli.up.command import ENTRIES
+from pdserve.cli.up.cores import Share
 from pdserve.engine.api import EngineConfig
-from pdserve.gateway import GatewaySettings
+from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos import fleet_pb2, router_pb2, router_pb2_grpc
-from pdserve.services.router import RouterSettings
-from pdserve.services.worker import DecodeSettings, PrefillSettings
+from pdserve.services.router.settings import RouterSettings
+from pdserve.services.worker.settings import DecodeSettings, PrefillSettings
 from systems.cluster_secret import BEARER, SECRET
 from systems.eventually import wait_until
 from systems.fault_proxy import FaultProxy

@@ -11,9 +11,8 @@ import pytest
 import uvloop
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway.http.serving import ConnectionCounts
-from pdserve.gateway.http.serving import server as server_module
-from pdserve.gateway.http.serving.server import HttpListener, max_connections
+from pdserve.gateway import listener as listener_module
+from pdserve.gateway.listener import ConnectionCounts, HttpListener, max_connections
 
 GREETING = b"hello"
 
@@ -44,7 +43,7 @@ async def said(client: socket.socket) -> bytes:
 def test_accepting_resumes_when_a_descriptor_is_free(
     port: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server_module, "PAUSE_S", 0.05)
+    monkeypatch.setattr(listener_module, "PAUSE_S", 0.05)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     async def run() -> None:
@@ -142,7 +141,7 @@ def test_refused_connections_are_logged_occasionally(
         refused = [client for client in clients if not await said(client)]
         assert len(refused) >= 10
         assert len(caplog.records) == 1
-        monkeypatch.setattr(server_module, "FULL_LOG_S", 0.0)
+        monkeypatch.setattr(listener_module, "FULL_LOG_S", 0.0)
         with socket.socket() as another:
             another.connect(port.getsockname())
             await eventually(lambda: len(caplog.records) == 2)
@@ -252,7 +251,7 @@ async def test_connections_left_by_a_hung_process_are_accepted_together(
     port: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str
 ) -> None:
     """A closed process has no turn."""
-    monkeypatch.setattr(server_module, "YIELD_S", 0.2)
+    monkeypatch.setattr(listener_module, "YIELD_S", 0.2)
     hung, other = (Accepting(port, tmp_path, index) for index in range(2))
     for accepting in (hung, other):
         accepting.counts.set_ready()
@@ -271,7 +270,7 @@ async def test_connections_left_by_a_hung_process_are_accepted_together(
     await connect(20)
     assert asyncio.get_running_loop().time() - began < 10 * 0.2
     hung.stop()
-    monkeypatch.setattr(server_module, "YIELD_S", 2 * LIMIT_S)
+    monkeypatch.setattr(listener_module, "YIELD_S", 2 * LIMIT_S)
     await connect(2)
     other.stop()
     for client in clients:
