@@ -37,6 +37,13 @@ def files_of(folder: Path, role: Role) -> tuple[str, str, str]:
     return str(folder / "ca.pem"), str(folder / f"{role}.pem"), str(folder / f"{role}-key.pem")
 
 
+def replace_file(target: Path, content: bytes) -> None:
+    """Replace a file atomically, as `pdserve certs` does."""
+    new = target.with_suffix(".new")
+    new.write_bytes(content)
+    new.replace(target)
+
+
 class SingleProcesses:
     """`with SingleProcesses(folder) as system` makes the certificates; all processes have ended at
     its end. The output of a process is in the folder, in a file with the name of its role.
