@@ -354,7 +354,7 @@ async def test_prompts_are_refused_if_no_worker_can_be_started(
     text = await loaded(make_pool(1))
     full = request.getfixturevalue("full")
     for _ in range(3):
-        with pytest.raises(ServiceError, match="cannot start a fork server"):
+        with pytest.raises(ServiceError, match="cannot start a tokenizer worker"):
             await chat(text)
     full.undo()
     assert await chat(text)
@@ -373,7 +373,7 @@ async def test_the_first_worker_serves_all_if_no_second_can_be_started(
 async def test_a_model_is_loaded_later_if_no_process_can_be_started(
     pool: Pool, full: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ServiceError, match="cannot start a fork server"):
+    with pytest.raises(ServiceError, match="cannot start a tokenizer worker"):
         await loaded(pool)
     full.undo()
     assert await chat(await loaded(pool))
@@ -383,7 +383,7 @@ async def test_a_dead_spare_process_does_not_blame_the_files(pool: Pool) -> None
     pool.prepare()
     (spare,) = await eventually(fork_servers)
     spare.kill()
-    with pytest.raises(ServiceError, match="cannot start a fork server"):
+    with pytest.raises(ServiceError, match="cannot start a tokenizer worker"):
         await loaded(pool)
     assert await chat(await loaded(pool))
 
