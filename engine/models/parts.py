@@ -38,8 +38,9 @@ class Part:
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Return the tensors of all fields, in the order in which they are loaded."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return tuple(tensor for value in values for tensor in _tensors(value))
+        return tuple(
+            tensor for field in fields(self) for tensor in _tensors(getattr(self, field.name))
+        )
 
 
 def _tensors(value: object) -> Iterator[TensorSpec]:

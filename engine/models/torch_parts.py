@@ -210,11 +210,11 @@ def layer_norm(part: LayerNorm, setup: Setup) -> TorchPart:
 
 @computes(Gate)
 def gate(part: Gate, setup: Setup) -> TorchPart:
-    def compute(x: Tensor, step: LayerStep) -> Tensor:
-        gate, up = x.chunk(2, dim=1)
-        return reference.gated(gate, up, part.activation)
+    def gate_halves(x: Tensor, step: LayerStep) -> Tensor:
+        first, second = x.chunk(2, dim=1)
+        return reference.gated(first, second, part.activation)
 
-    return compute
+    return gate_halves
 
 
 @computes(Activate)

@@ -70,10 +70,10 @@ def launch_of(part: Part, setup: LaunchSetup) -> Launch:
             return LaunchedAttention(part, setup)
         case Gate():
             return _gate(part)
-        case Activate():
-            return _mapped(lambda x: activated(x, part.activation))
-        case Scale():
-            return _mapped(lambda x: x * part.factor)  # rounded to x's dtype
+        case Activate(activation=activation):
+            return _mapped(lambda x: activated(x, activation))
+        case Scale(factor=factor):
+            return _mapped(lambda x: x * factor)  # rounded to x's dtype
         case Hold():
             return hold
         case Experts():

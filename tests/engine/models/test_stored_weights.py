@@ -13,7 +13,6 @@ from pdserve.engine.architectures import parse_config
 from pdserve.engine.models.decoder import Decoder
 from pdserve.engine.models.torch_parts import PLAIN_FORMATS
 from pdserve.engine.weights import BLOCKS, RawTensor, as_plain
-from pdserve.kernels import reference
 
 # Rows consist of whole blocks of 32.
 SIZES = {"hidden_size": 96, "intermediate_size": 64, "head_dim": 32}
@@ -50,7 +49,7 @@ def test_logits_equal_those_of_expanded_weights(
         return stored[name]
 
     kv_dtype = str(dtype).removeprefix("torch.")
-    args = (reference, dtype, kv_dtype, torch.device("cpu"))
+    args = (dtype, kv_dtype, torch.device("cpu"))
     logits = {}
     for kind, weights in (("stored", as_stored), ("expanded", expanded.__getitem__)):
         runner = PagedRunner(Decoder(config, weights, *args))

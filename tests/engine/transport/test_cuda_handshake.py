@@ -76,7 +76,7 @@ def refused(
         wait_until(lambda: len(ends.decode.reasons) == len(ends.decode.links))
     assert dial.refusals == {"cuda_ipc": 1}
     said = [r for r in caplog.records if reason in r.getMessage()]
-    assert any("dial" in r.name for r in said), "prefill did not log the reason"
+    assert any("connection.connect" in r.name for r in said), "prefill did not log the reason"
     if at_decode:
         assert any("cuda_ipc.wires" in r.name for r in said), "decode did not log the reason"
         assert reason in ends.decode.reasons[-1]

@@ -26,7 +26,6 @@ from pdserve.engine.models.decoder import Decoder
 from pdserve.engine.models.torch_parts import PLAIN_FORMATS
 from pdserve.engine.weights import PLAIN, VALUES, RawTensor
 from pdserve.engine.weights.convert import unpack
-from pdserve.kernels import reference
 from pdserve.kernels.cpu import CpuKernels
 
 TORCH_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -68,7 +67,7 @@ def load_decoder(
         return NativeDecoder(config, weights, CpuKernels(threads=2), kv)
     if kernels == "cuda":
         return CudaDecoder(config, weights, dtype, kv, torch.device(device))
-    return Decoder(config, weights, reference, dtype, kv, torch.device(device))
+    return Decoder(config, weights, dtype, kv, torch.device(device))
 
 
 def as_raw(tensor: Tensor) -> RawTensor:
