@@ -21,6 +21,14 @@ def run(out: Path, *words: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, result
 
 
+def bound_of(kernel: str) -> float:
+    """The largest error of a kernel's result, relative to its largest value."""
+    rounded = 2.0**-8  # a result of bfloat16
+    if kernel.startswith("linear"):
+        return 0.0 if kernel.endswith("bits alone") else 1e-4  # float32, of products of bfloat16
+    return rounded * (4 if kernel == "experts" else 2 if kernel.startswith("attention") else 1)
+
+
 @pytest.mark.kernels
 @pytest.mark.timeout(400)
 def test_all_parts_run_on_the_fake_device(tmp_path: Path) -> None:
@@ -34,8 +42,7 @@ def test_all_parts_run_on_the_fake_device(tmp_path: Path) -> None:
     assert figures["facts"]["copy_is_equal"]
     errors = figures["kernels"]["errors"]
     assert len(errors) >= 20
-    assert max(errors.values()) <= 4 * 2.0**-8
-    assert {error for name, error in errors.items() if name.endswith("bits alone")} == {0.0}
+    assert [name for name, error in errors.items() if error > bound_of(name)] == []
     assert errors["values"] == figures["kernels"]["unlike_tokens"] == 0
     assert figures["kernels"]["logprob_error"] <= 1e-5
     differences = [n for name, n in figures["invariance"].items() if name.endswith("differences")]
