@@ -26,7 +26,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-kernels test-all test-compose test-clients lint type modelcheck simulate chaos fuzz mutation docs lock pin clean
+.PHONY: setup run demo test test-kernels test-all test-compose test-clients test-floors lint type modelcheck simulate chaos fuzz mutation docs lock pin clean
 .PHONY: bench-cpu bench-quality bench-grammars bench-answers bench-kv-dtypes bench-quantized bench-transformers bench-formats bench-front bench-guidellm bench-interference bench-transfer bench-gpu bench-router bench-prefix-routing bench-flood bench-scaling bench-picker
 .DEFAULT_GOAL := help
 
@@ -39,6 +39,7 @@ help:
 	@echo "make test-all     these, and what takes long: browsers, clients, simulation, fuzzing, chaos, compose"
 	@echo "make test-compose the compose test: builds both images (needs docker and its compose plug-in)"
 	@echo "make test-clients agents and client libraries from npm and PyPI, in a network of their own (root)"
+	@echo "make test-floors  tests of the gateway and the services with the lowest versions of pyproject.toml"
 	@echo "make lint type    ruff and mypy"
 	@echo "make simulate     10,000 simulated runs of the fault matrix, on drawn seeds; ARGS=\"--runs N --first SEED\""
 	@echo "make chaos        real processes killed, stopped and cut off under load; ARGS=\"--share 0.1\""
@@ -118,6 +119,7 @@ test-all: setup
 	$(MAKE) --no-print-directory simulate ARGS="--runs 2000"
 	$(MAKE) --no-print-directory fuzz ARGS="--cases 20000"
 	$(MAKE) --no-print-directory chaos ARGS="--share 0.1"
+	$(MAKE) --no-print-directory test-floors ARGS=
 	$(MAKE) --no-print-directory test-clients ARGS=
 	$(MAKE) --no-print-directory test-compose ARGS=
 
@@ -129,6 +131,22 @@ test-compose: setup
 # Installs the versions of tests/clients/pins.py into build/test-clients.
 test-clients: setup
 	$(BIN)/python -m pytest -q -m clients tests/clients $(ARGS)
+
+# An environment with the lowest versions that pyproject.toml allows.
+FLOORS := build/floors
+FLOORS_INSTALL := $(FLOORS)/.venv/bin/python -m pip install --disable-pip-version-check -q \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+$(FLOORS)/.setup: $(SERVING) tools/floors.py | $(STAMP)
+	rm -rf $(FLOORS)
+	$(PYTHON) -m venv $(FLOORS)/.venv
+	$(BIN)/python tools/floors.py $(FLOORS)
+	$(FLOORS_INSTALL) -r $(FLOORS)/requirements.txt -c $(FLOORS)/constraints.txt
+	$(FLOORS_INSTALL) --no-deps -e .
+	$(FLOORS_INSTALL) --no-deps -c constraints.txt $(MODEL)
+	@touch $@
+
+test-floors: $(FLOORS)/.setup
+	$(FLOORS)/.venv/bin/python -m pytest -q -n $(JOBS) --dist loadfile $(or $(ARGS),tests/gateway tests/services)
 
 lint: setup
 	$(BIN)/ruff check .
