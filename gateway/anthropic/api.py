@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
+from pdserve.engine.api import CONTEXT_EXCEEDED
 from pdserve.gateway.anthropic.reply import MessageReply, count_tokens, framed
 from pdserve.gateway.anthropic.request_models import (
     CountBody,
@@ -30,7 +31,6 @@ from pdserve.gateway.http import (
     described,
 )
 from pdserve.gateway.service import Service
-from pdserve.services.common.errors import CONTEXT_EXCEEDED
 
 _TYPES = {
     401: "authentication_error",

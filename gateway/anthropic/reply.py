@@ -12,12 +12,12 @@ from pydantic_core import to_json
 from pdserve.gateway.anthropic.conversation import signature_of
 from pdserve.gateway.anthropic.request_models import CountBody, MessagesBody
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.choice import Delta
 from pdserve.gateway.prepared_completion import Usage
 from pdserve.gateway.service import Service
 from pdserve.text import (
     ChatCompletionRequest,
     ContentPart,
+    Delta,
     ReasoningPart,
     RequestedSampling,
     TextPart,

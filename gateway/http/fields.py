@@ -8,15 +8,15 @@ that can change an answer is in REFUSED, for the routes that do not serve it.
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from pdserve.engine.api import BOUNDS
 from pdserve.gateway.http.validation import NOTHING, asks_nothing
 
 # fmt: off
 # Fields that change a generated answer alone; routes without one ignore them.
 OF_ANSWERS = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens", "min_tokens", "stop",
-    "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "allowed_token_ids", "bad_words",
-    "logit_bias", "repetition_penalty", "repeat_penalty", "repeat_last_n", "presence_penalty",
-    "frequency_penalty", "logprobs", "logprob_token_ids", "prompt_logprobs", "add_special_tokens",
+    *(name for name in BOUNDS if name != "penalty_window"),  # which is repeat_last_n
+    "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "allowed_token_ids",
+    "bad_words", "repeat_penalty", "repeat_last_n", "logprob_token_ids", "add_special_tokens",
     "skip_special_tokens", "return_tokens_as_token_ids", "cache_salt", "reasoning_effort",
     "thinking_token_budget", "thinking_budget", "reasoning_budget", "verbosity", "response_format",
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",

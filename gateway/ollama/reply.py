@@ -12,7 +12,6 @@ from typing import Any
 from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.completion import HeldLogprobs
 from pdserve.gateway.http import JsonList, JsonPieces, object_json
 from pdserve.gateway.metrics import MeteredRequest
@@ -23,6 +22,8 @@ from pdserve.gateway.service import Service
 from pdserve.text import (
     ChatCompletionRequest,
     ContentPart,
+    Delta,
+    ScoredToken,
     TextCompletionRequest,
     ToolCallPart,
     arguments_object,

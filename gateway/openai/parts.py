@@ -7,12 +7,12 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken, scored
+from pdserve.engine.api import TokenLogprob
 from pdserve.gateway.http import AT_ONCE, DirectWrite, JsonList, JsonPieces, list_json, object_json
 from pdserve.gateway.openai.request_models import Sampling
 from pdserve.gateway.prepared_completion import PreparedCompletion, Prompt, Usage
 from pdserve.gateway.sampling import MAX_LOGPROBS, refuse
-from pdserve.protos.common_pb2 import TokenLogprob
+from pdserve.text import Delta, LogprobEntry, ScoredToken, scored
 from pdserve.text.tokenizer import Vocabulary
 
 MAX_DIRECT_CHARS = 1024

@@ -9,12 +9,19 @@ from typing import Any, Protocol
 
 from pydantic_core import to_json
 
-from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.http import JsonList, JsonPieces, array_json, object_json
 from pdserve.gateway.openai.custom_input import CustomInput
 from pdserve.gateway.openai.parts import with_top
 from pdserve.gateway.openai.responses.tools import OfferedTool
-from pdserve.text import ContentPart, ReasoningPart, TextPart, Tool, ToolCallPart
+from pdserve.text import (
+    ContentPart,
+    Delta,
+    ReasoningPart,
+    ScoredToken,
+    TextPart,
+    Tool,
+    ToolCallPart,
+)
 
 Event = dict[str, Any]
 _SUMMARY = "response.reasoning_summary"  # prefix of the names of a summary's events

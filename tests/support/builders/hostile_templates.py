@@ -16,9 +16,10 @@ from fakes.router import tokenizer_json
 
 from pdserve.services.common.process import die_with
 from pdserve.text import UnsupportedTokenizer
+from pdserve.text.model import TextModel
 from pdserve.text.processes import TextLimits
 from pdserve.text.processes.messages import SIZE_BYTES, TextMessage, head_of, pack, size_of
-from pdserve.text.processes.worker import TextModel, work
+from pdserve.text.processes.worker import work
 from pdserve.text.tokenizer import TextCard
 
 DOUBLED = (

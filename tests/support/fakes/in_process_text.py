@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdserve.text import Structure, TemplateInput, UnsupportedTokenizer
+from pdserve.text.model import TextModel
 from pdserve.text.processes import LoadedText
-from pdserve.text.processes.worker import TextModel
 from pdserve.text.tokenizer import TextCard
 from pdserve.text.tokenizer.tokenizer import Rendered
 
