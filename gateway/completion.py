@@ -87,7 +87,7 @@ class PromptRun:
         self._to_echo = set(range(width)) if completion.echo else set()
         # The prompt's tokens as every choice echoes them, once described.
         self._echoed: tuple[ScoredToken, ...] | None = None if completion.echo else ()
-        self._withheld: dict[int, tuple[int, ...]] = {}  # ids by choice, whose text is yet to come
+        self._withheld: dict[int, tuple[int, ...]] = {}  # ids without text so far, by choice
         self.prompt_scores: list[TokenLogprob] = []
         self._finished = Finished()
 
@@ -170,7 +170,7 @@ class PromptRun:
         )
 
     def _take_token(self, number: int, id_: int) -> Delta | None:
-        """Take the next token of a choice; return its delta, None if nothing is left to send."""
+        """Take the next token of a choice; return its delta, None if there is nothing to send."""
         choice = self._choices[number]
         if choice.closed:
             return None
