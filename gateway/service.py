@@ -130,7 +130,7 @@ class Service:
         async with self._open(caller) as (admitted, meter):
             async with self._counted(caller):
                 model = await self.catalog.get(request.model)
-                self._check(request, model)
+                self.check(request, model)
                 rounds: Rounds | None = None
                 if isinstance(request, ChatCompletionRequest):
                     request, rounds = self._offered(request, model, caller)
@@ -289,7 +289,7 @@ class Service:
             return request, None
         return tools.offer(request, self._next_round)
 
-    def _check(self, request: ClientRequest, model: ServedModel) -> None:
+    def check(self, request: ClientRequest, model: ServedModel) -> None:
         """Check what does not depend on the prompts' tokens. Raises ServiceError."""
         is_text = isinstance(request, TextCompletionRequest)
         if model.card.pooling or model.card.score_token_ids:

@@ -54,6 +54,7 @@ class PromptService(Service):
         self, request: ChatCompletionRequest | TextCompletionRequest, caller: Caller
     ) -> AsyncIterator[PreparedCompletion]:
         model = await self.catalog.get(request.model)
+        self.check(request, model)
         prompt = (await self.prompt_tokens(request, model, caller.tenant.id))[0]
         raise _end(model, prompt.ids, request.cache_salt, caller)
         yield
