@@ -194,7 +194,7 @@ class Fronts:
     def __init__(self, fleet: Fleet, llm: LLM) -> None:
         self._http = httpx.Client(base_url=fleet.url, timeout=60)
         self._channel = grpc.insecure_channel(fleet.grpc)
-        self._text: Any = text_pb2_grpc.TextStub(self._channel)  # type: ignore[no-untyped-call]
+        self._text: Any = text_pb2_grpc.TextStub(self._channel)
         self._llm = llm
 
     def close(self) -> None:
