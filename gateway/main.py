@@ -164,26 +164,13 @@ class GatewayProcess:
         self._client = RouterClient(settings.routers, access, secrets.token_bytes(16))
         self._listener = worker.listener if worker else listen(settings.host, settings.port)
         self._rates = make_rate_limits(settings, settings.text_seconds_per_minute)
-        text_pool = self._make_text_pool()
         self._metrics, self._counts, self._siblings = self._make_records()
         self._mcp = make_mcp(settings, self._metrics)
-        self._service = self._make_service(text_pool, tracer)
+        self._service = self._make_service(tracer)
         self._readiness = Readiness(self._client, self._service.catalog)
         self._http = self._make_http()
         self._grpc = self._make_grpc(access)
         self._tasks: list[asyncio.Task[None]] = []  # that end only by a failure, or when cancelled
-
-    def _make_text_pool(self) -> TextPool:
-        settings = self._settings
-        text_pool = TextPool(
-            make_text_limits(settings, settings.grammar_timeout_s),
-            settings.text_processes,
-            self._rates.text_spent,
-            settings.queue_timeout_s,
-            settings.log_format,
-        )
-        text_pool.prepare()
-        return text_pool
 
     def _make_records(self) -> tuple[GatewayMetrics, ConnectionCounts | None, Siblings]:
         """Make what the gateway's processes share: in their common folder if there are several."""
@@ -198,8 +185,16 @@ class GatewayProcess:
         metrics.add_process(certificates_of(self._settings, self._settings.tls_cert))
         return metrics, counts, siblings
 
-    def _make_service(self, text_pool: TextPool, tracer: Tracer) -> Service:
+    def _make_service(self, tracer: Tracer) -> Service:
         settings, mcp = self._settings, self._mcp
+        text_pool = TextPool(
+            make_text_limits(settings, settings.grammar_timeout_s),
+            settings.text_processes,
+            self._rates.text_spent,
+            settings.queue_timeout_s,
+            settings.log_format,
+        )
+        text_pool.prepare()
         count_usage = self._stored.count if self._stored else uncounted
         return Service(
             self._client,

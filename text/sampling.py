@@ -1,13 +1,8 @@
-"""Checks a client's sampling parameters and resolves them to the engine's; pure.
-
-Every API uses these functions, so all refuse the same values with the same messages. The bounds are
-those of engine/api/sampling_bounds.py.
-"""
+"""Checks the sampling parameters of clients against engine/api/sampling_bounds.py; pure."""
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any, Protocol
+from typing import Protocol
 
 from pdserve.engine.api import (
     BOUNDS,
@@ -15,16 +10,10 @@ from pdserve.engine.api import (
     MAX_ENTRIES,
     MAX_STOP_CHARS,
     THINKING_BUDGET,
-    ClientParams,
-    Grammar,
     Range,
-    SamplingParams,
-    ThinkingBudget,
     context_exceeded,
 )
-from pdserve.text.constraints import Constraints
 from pdserve.text.errors import ContextExceeded, TextError
-from pdserve.text.generation_config import GenerationDefaults
 from pdserve.text.request import RequestedSampling
 
 MAX_SHOWN = 10**18  # largest of a client's numbers that errors show
@@ -63,8 +52,8 @@ def check(requested: RequestedSampling) -> None:
     r = requested
     for name, bounds in BOUNDS.items():
         if name != "logit_bias":
-            _check_range(r.written_as(name), getattr(r, name), bounds.api)
-    _check_range("best_of", r.best_of, BOUNDS["n"].api)
+            check_range(r.written_as(name), getattr(r, name), bounds.api)
+    check_range("best_of", r.best_of, BOUNDS["n"].api)
     if r.best_of is not None and r.best_of < r.n:
         raise TextError(f"best_of must be at least n ({r.n}), not {r.best_of}", "best_of")
     for name, max_entries in MAX_ENTRIES.items():
@@ -79,102 +68,23 @@ def check(requested: RequestedSampling) -> None:
     limits = BOUNDS["logit_bias"].api
     out_of_range = [token for token, bias in r.logit_bias.items() if not limits.has(bias)]
     if out_of_range:
-        text = f"a bias must be {limits}; token ids with other biases: {_listed(out_of_range)}"
+        text = f"a bias must be {limits}; token ids with other biases: {listed(out_of_range)}"
         raise TextError(text, "logit_bias")
-    _check_range(r.thinking_budget_field, r.thinking_budget, THINKING_BUDGET)
+    check_range(r.thinking_budget_field, r.thinking_budget, THINKING_BUDGET)
     if r.logprob_token_ids and r.logprobs is None:
         raise TextError("logprob_token_ids requires logprobs", "logprob_token_ids")
 
 
-def check_for(limits: ModelLimits, requested: RequestedSampling) -> None:
-    """Check the bounds that depend on the model. Raises TextError naming the field."""
-    _check_range("min_tokens", requested.min_tokens, Range(0, limits.context_len))
-    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
-        ids = getattr(requested, name)
-        invalid_ids = [token for token in ids if not 0 <= token < limits.vocab_size]
-        if invalid_ids:
-            allowed = f"token ids from 0 to {limits.vocab_size - 1}"
-            raise TextError(f"{name} must have {allowed}, not {_listed(invalid_ids)}", name)
-
-
-def _listed(ids: Sequence[int]) -> str:
+def listed(ids: Sequence[int]) -> str:
+    """Return token ids as an error shows them."""
     shown = ", ".join(str(token)[:40] for token in ids[:MAX_SHOWN_IDS])
     return shown if len(ids) <= MAX_SHOWN_IDS else f"{shown} and others"
 
 
-def _check_range(param: str, value: float | None, allowed: Range) -> None:
+def check_range(param: str, value: float | None, allowed: Range) -> None:
+    """Raises TextError for a value out of range."""
     if value is not None and not allowed.has(value):
         raise TextError(f"{param} must be {allowed}, not {str(value)[:40]}", param)
-
-
-def check_prompt_len(
-    limits: ModelLimits, requested: RequestedSampling, prompt_len: int, prompt_field: str
-) -> None:
-    """Check that a prompt has tokens and leaves room for an answer. Raises TextError."""
-    if prompt_len < 1:
-        raise TextError("the prompt has no tokens", prompt_field)
-    if prompt_len >= limits.context_len:
-        raise context_overflow(limits, prompt_len, prompt_field, requested.max_tokens)
-
-
-def resolve(
-    requested: RequestedSampling,
-    limits: ModelLimits,
-    defaults: GenerationDefaults,
-    constraints: Constraints,
-    prompt_len: int,
-    prompt_field: str,
-    *,
-    strict: bool = False,
-) -> SamplingParams:
-    """Return the engine's parameters for a prompt of `prompt_len` tokens, which
-    `check_prompt_len` accepts; `constraints` are those of this prompt.
-
-    Without a max_tokens, or with one beyond the context, the engine's max_tokens is None, which
-    requests all room: only the engine knows how much n choices have. `strict`: refuse a max_tokens
-    beyond the context. Raises TextError.
-    """
-    r = requested
-    room = limits.context_len - prompt_len
-    fits = r.max_tokens is not None and r.max_tokens <= room
-    if strict and r.max_tokens is not None and not fits:
-        raise context_overflow(limits, prompt_len, prompt_field, r.max_tokens, r.max_tokens_field)
-    max_tokens = r.max_tokens if r.max_tokens is not None and fits else room
-    if r.min_tokens > max_tokens:
-        text = f"min_tokens must be at most max_tokens ({max_tokens})"
-        raise TextError(text, "min_tokens")
-    values: dict[str, Any] = {item.name: getattr(r, item.name) for item in fields(ClientParams)}
-    for item in fields(defaults):  # the client's value, else the model's, else the engine's
-        if values[item.name] is None:
-            values[item.name] = getattr(defaults, item.name)
-    if values["top_p"] == 0:  # only the best token, which is top_k 1 for the engine
-        values |= {"top_p": 1.0, "top_k": 1}
-    if values["top_k"] is not None:
-        values["top_k"] = min(max(values["top_k"], 0), limits.vocab_size)
-    penalizes = values["repetition_penalty"] not in (None, 1) or (
-        r.presence_penalty or r.frequency_penalty
-    )
-    values["penalty_window"] = min(r.penalty_window, limits.context_len) if penalizes else 0
-    values["n"] = r.best_of or r.n
-    if not fits:
-        values["max_tokens"] = None
-    if r.logprobs is None and values["n"] > r.n:
-        values["logprobs"] = 0  # to rank the candidates
-    if prompt_len == 1:  # a prompt's first token has no log-probability
-        values["prompt_logprobs"] = None
-    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
-        values[name] = tuple(values[name])
-    c, grammar, thinking = constraints, None, None
-    if c.grammar:
-        grammar = Grammar(c.grammar, c.grammar_after)
-    if c.thinking_budget is not None:
-        thinking = ThinkingBudget(c.thinking_budget, c.thinking_end, c.thinking_start)
-    return SamplingParams(
-        **{name: value for name, value in values.items() if value is not None},
-        bad_words=c.bad_words,
-        grammar=grammar,
-        thinking=thinking,
-    )
 
 
 def seed_of(requested: RequestedSampling) -> int:
