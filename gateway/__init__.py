@@ -8,5 +8,5 @@ from pdserve.gateway.main import make_text_limits, run
 from pdserve.gateway.pooling import PreparedInputs
 from pdserve.gateway.prepared_completion import PreparedCompletion
 from pdserve.gateway.readiness import Readiness
-from pdserve.gateway.service import Service
+from pdserve.gateway.service import Records, Service, ServiceOptions
 from pdserve.gateway.settings import GatewaySettings, GatewayWorker, PromptSettings, worker_name

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.choice import Delta, only_text
 from pdserve.gateway.http import DirectWrite, JsonPieces, array_json, object_json
 from pdserve.gateway.openai import objects
 from pdserve.gateway.openai.objects import StreamUsage, TextChunk, usage_object
@@ -23,8 +22,10 @@ from pdserve.gateway.service import Service
 from pdserve.text import (
     ChatCompletionRequest,
     ContentPart,
+    Delta,
     ToolCallPart,
     calls_of,
+    only_text,
     reasoning_of,
     text_of,
 )

@@ -274,8 +274,8 @@ class DecodeRuntime(WorkerRuntime):
         return self.thread.post(look)
 
     def freeze(self, attempt: bytes) -> "Future[Any]":
-        """Stop the steps of a request before a migration. The future returns the engine's Frozen, or
-        None if the request cannot migrate."""
+        """Stop the steps of a request before a migration. The future returns the engine's Frozen,
+        or None if the request cannot migrate."""
         return self.thread.post(lambda _: self.migrations.freeze(attempt))
 
     def migrate(

@@ -5,7 +5,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-from pdserve.gateway import AdmissionLimits, make_text_limits
+from pdserve.gateway import AdmissionLimits, Records, ServiceOptions, make_text_limits
 from pdserve.gateway.http import HttpLimits
 from pdserve.gateway.metrics import GatewayMetrics
 from pdserve.gateway.router_client import RouterClient
@@ -67,12 +67,13 @@ class PickerProcess:
             self._text_pool,
             AdmissionLimits(1, 1),  # no request is run
             rates,
-            GatewayMetrics(),
-            time.monotonic,
-            limit_s,
-            limit_s,
-            settings.template_kwargs,
-            ParserChoice(settings.tool_parser, settings.reasoning_parser),
+            Records(GatewayMetrics(), time.monotonic),
+            ServiceOptions(
+                limit_s,
+                limit_s,
+                settings.template_kwargs,
+                ParserChoice(settings.tool_parser, settings.reasoning_parser),
+            ),
         )
         max_body_bytes, max_bodies_bytes = settings.max_body_bytes, settings.max_bodies_bytes
         self._prompts = PromptReader(

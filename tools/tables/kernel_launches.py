@@ -26,7 +26,6 @@ from pdserve.kernels.cuda.experts import (
     tiles_of_group,
 )
 from pdserve.kernels.cuda.layer import (
-    norm,
     HeadNorms,
     HeadRange,
     Rotation,
@@ -34,6 +33,7 @@ from pdserve.kernels.cuda.layer import (
     add,
     add_norm,
     gated,
+    norm,
     prepare_heads,
 )
 from pdserve.kernels.cuda.linear import (

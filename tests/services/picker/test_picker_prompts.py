@@ -10,7 +10,7 @@ from fakes.in_process_text import InProcessPool
 from fakes.router import FakeRouter, saying, served
 from fakes.scripted_service import scripted_service
 
-from pdserve.gateway import AdmissionLimits, GatewaySettings, Readiness
+from pdserve.gateway import AdmissionLimits, GatewaySettings, Readiness, Records, ServiceOptions
 from pdserve.gateway.anthropic import AnthropicApi
 from pdserve.gateway.http import BodyReader, HttpLimits, create_routes, post
 from pdserve.gateway.metrics import GatewayMetrics
@@ -76,11 +76,8 @@ def reader(of: FakeRouter, kind: type[PromptService] = PromptService) -> PromptR
         InProcessPool(),  # type: ignore[arg-type]
         AdmissionLimits(1, 1),
         RateLimits(RateSettings()),
-        GatewayMetrics(),
-        asyncio.get_running_loop().time,
-        1.0,
-        1.0,
-        GatewaySettings().template_kwargs,
+        Records(GatewayMetrics(), asyncio.get_running_loop().time),
+        ServiceOptions(1.0, 1.0, GatewaySettings().template_kwargs),
     )
     return PromptReader(service, LIMITS)
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from pdserve.gateway import Caller, PreparedCompletion, Service
-from pdserve.gateway.choice import Delta
 from pdserve.gateway.prepared_completion import Usage
-from pdserve.text import ContentPart, ReasoningPart, TextPart, ToolCallPart
+from pdserve.text import ContentPart, Delta, ReasoningPart, TextPart, ToolCallPart
 
 CACHED = 3  # tokens of each prompt
 
