@@ -8,28 +8,45 @@ Each completion ends with exactly one Usage, or raises one ServiceError.
 """
 
 import asyncio
-import secrets
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from pdserve.gateway.choice import Choice, Delta, ScoredToken, only_text, score_prompt
+from pdserve.engine.api import TokenLogprob
 from pdserve.gateway.prepared_completion import PreparedCompletion, Usage, WriteText
 from pdserve.gateway.router_client import Upstream, merge
 from pdserve.gateway.sampling import check_logprobs
+from pdserve.protos import common_pb2
 from pdserve.protos.common_pb2 import (
+    ABORTED,
     CANCELLED,
     INTERNAL,
+    LENGTH,
+    STOP,
     Finished,
+    FinishReason,
     Start,
-    TokenLogprob,
     Tokens,
 )
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.common.errors import ServiceError
-from pdserve.text import ContentPart, TextPart
+from pdserve.text import (
+    Choice,
+    ContentPart,
+    Delta,
+    ScoredToken,
+    TextPart,
+    only_text,
+    scored,
+    seed_of,
+)
+from pdserve.text.tokenizer import Vocabulary
 
+AT_ONCE = 8  # prompt tokens described before other tasks run
+LEAST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot write
+_FINISH: dict[FinishReason, str] = {STOP: "stop", LENGTH: "length"}
 END_EVENTS_S = 2.0  # for the router to end a request whose choices have all ended here
 T = TypeVar("T")
 
@@ -70,7 +87,7 @@ class PromptRun:
         self._to_echo = set(range(width)) if completion.echo else set()
         # The prompt's tokens as every choice echoes them, once described.
         self._echoed: tuple[ScoredToken, ...] | None = None if completion.echo else ()
-        self._withheld: dict[int, tuple[int, ...]] = {}  # ids by choice, whose text is yet to come
+        self._withheld: dict[int, tuple[int, ...]] = {}  # ids without text so far, by choice
         self.prompt_scores: list[TokenLogprob] = []
         self._finished = Finished()
 
@@ -121,7 +138,7 @@ class PromptRun:
         """Record an event without tokens. Raises ServiceError if the request failed."""
         kind = event.WhichOneof("event")
         if kind == "prompt_logprobs":
-            self.prompt_scores.extend(event.prompt_logprobs.logprobs)
+            self.prompt_scores.extend(map(_score, event.prompt_logprobs.logprobs))
         elif kind == "placed":
             self._completion.meter.placed(event.placed)
         elif kind == "finished":
@@ -136,7 +153,7 @@ class PromptRun:
     def _start(self) -> Start:
         completion = self._completion
         elapsed = self._now - completion.meter.arrived
-        start = Start(
+        return Start(
             request=self._request,
             model=completion.model.card.name,
             cache_salt=completion.cache_salt,
@@ -149,13 +166,11 @@ class PromptRun:
             trace_state=completion.meter.span.context.state,
             remaining_ms=max(1, int((completion.timeout_s - elapsed) * 1000)),
             queue_remaining_ms=max(1, int((completion.queue_timeout_s - elapsed) * 1000)),
+            seed=seed_of(completion.sampling),
         )
-        seed = completion.sampling.seed
-        start.seed = secrets.randbits(63) if seed is None else seed % 2**64
-        return start
 
     def _take_token(self, number: int, id_: int) -> Delta | None:
-        """Take the next token of a choice; return its delta, None if nothing is left to send."""
+        """Take the next token of a choice; return its delta, None if there is nothing to send."""
         choice = self._choices[number]
         if choice.closed:
             return None
@@ -177,7 +192,10 @@ class PromptRun:
         choice = self._choices[tokens.choice]
         if choice.closed:
             return None
-        delta = choice.push(tokens)
+        if tokens.finish == ABORTED:
+            raise ServiceError(INTERNAL, "an answer was cut short")
+        scores = [_score(score) for score in tokens.logprobs]
+        delta = choice.push(tokens.ids, _FINISH.get(tokens.finish), scores)
         return self._counted(tokens.choice, delta, len(tokens.ids), ended=bool(tokens.finish))
 
     def _counted(self, number: int, delta: Delta, num_ids: int, *, ended: bool) -> Delta | None:
@@ -214,6 +232,33 @@ class PromptRun:
         if self._completion.echo_only:
             return Delta(delta.choice, (prompt,), scores, 0, "length")
         return delta._replace(content=(prompt, *delta.content), tokens=scores + delta.tokens)
+
+
+async def score_prompt(
+    vocabulary: Vocabulary, ids: Sequence[int], scores: Sequence[TokenLogprob], num_top: int
+) -> tuple[ScoredToken, ...]:
+    """Return the tokens of an echoed prompt, each with its `num_top` best. `scores` belong to
+    ids[1:]; offsets follow the texts. Other tasks run after every AT_ONCE tokens."""
+    result = []
+    offset = 0
+    text = vocabulary.incremental(skip_special_tokens=False)
+    for index, (token, score) in enumerate(zip(ids, [None, *scores], strict=True)):
+        if index % AT_ONCE == 0:
+            await asyncio.sleep(0)
+        token_scores = scored(vocabulary, token, score, offset)
+        result.append(replace(token_scores, top=token_scores.top[:num_top]))
+        offset += len(text.push([token]))
+    return tuple(result)
+
+
+def _score(score: common_pb2.TokenLogprob) -> TokenLogprob:
+    """Convert a log-probability from the wire; all are finite."""
+    top = zip(score.top_ids, map(_finite, score.top_logprobs), strict=True)
+    return TokenLogprob(_finite(score.logprob), tuple(top))
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
 
 
 async def _last(events: AsyncIterator[T]) -> list[T]:

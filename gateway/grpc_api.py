@@ -23,6 +23,7 @@ from pdserve.services.common.tenants import ApiKeys
 from pdserve.services.common.tracing import context_of
 from pdserve.text import (
     ChatCompletionRequest,
+    ClientRequest,
     RequestedSampling,
     TemplateInput,
     TextCompletionRequest,
@@ -40,7 +41,6 @@ _NOT_TEXT = {
 }  # fmt: skip
 
 Context = grpc.aio.ServicerContext[Any, Any]
-ClientRequest = ChatCompletionRequest | TextCompletionRequest
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
@@ -175,16 +175,9 @@ def _sampling(options: TextOptions) -> RequestedSampling:
 
     Raises ServiceError for parameters that text requests cannot carry.
     """
-    params = options.params
-    fields = {field.name: value for field, value in params.ListFields()}
-    for name in _NOT_TEXT & fields.keys():
+    values = {item.name: value for item, value in options.params.ListFields()}
+    for name in _NOT_TEXT & values.keys():
         raise refuse(name, f"{name} is not supported in text requests; use Router.Generate")
-    if params.allowed_token_ids:
-        fields["allowed_token_ids"] = tuple(params.allowed_token_ids)
-    if params.logit_bias:
-        fields["logit_bias"] = dict(params.logit_bias)
-    if params.stop_token_ids:
-        fields["stop_token_ids"] = tuple(params.stop_token_ids)
     if options.HasField("seed"):
-        fields["seed"] = options.seed
-    return RequestedSampling(stop=tuple(options.stop), **fields)
+        values["seed"] = options.seed
+    return RequestedSampling(stop=tuple(options.stop), **values)

@@ -10,9 +10,10 @@ import math
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.anthropic import AnthropicApi
@@ -31,7 +32,7 @@ from pdserve.gateway.openai.stored import LateParts
 from pdserve.gateway.readiness import Readiness
 from pdserve.gateway.rerank import RerankApi
 from pdserve.gateway.router_client import RouterClient
-from pdserve.gateway.service import Service
+from pdserve.gateway.service import Records, Service, ServiceOptions
 from pdserve.gateway.settings import (
     NO_DATABASE,
     GatewaySettings,
@@ -42,7 +43,7 @@ from pdserve.gateway.settings import (
 from pdserve.gateway.web import add_fleet, add_pages
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
 from pdserve.services.common import lifecycle
-from pdserve.services.common.auth.access import make_access, make_tls
+from pdserve.services.common.auth.access import Access, make_access, make_tls
 from pdserve.services.common.lifecycle import Report, run_until_signal, silent
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.metrics import certificates_of, watch_loop
@@ -118,179 +119,229 @@ async def _serve(
     tracer: Tracer,
     worker: GatewayWorker | None = None,
 ) -> int:
-    keys = make_keys(settings)
-    access = make_access(settings)
-    tls = make_tls(settings.tls_cert, settings.tls_key)
-    limits = AdmissionLimits(settings.max_requests, settings.max_unanswered)
-    stored = make_stored(settings, keys, limits)
-    client = RouterClient(settings.routers, access, secrets.token_bytes(16))
-    listener = worker.listener if worker else listen(settings.host, settings.port)
-    rates = make_rate_limits(settings, settings.text_seconds_per_minute)
-    text_pool = TokenizerPool(
-        make_text_limits(settings, settings.grammar_timeout_s),
-        settings.text_processes,
-        rates.text_spent,
-        settings.queue_timeout_s,
-        settings.log_format,
-    )
-    text_pool.prepare()
-    if worker:
-        metrics = GatewayMetrics(worker.metrics_folder, worker.index)
-        counts = ConnectionCounts(worker.counts_file, worker.index, worker.num)
-        processes = GatewayProcesses(Path(worker.folder), worker.index, worker.num)
-        limits.on_change = lambda: metrics.show_open(limits)
-    else:
-        metrics, counts, processes = GatewayMetrics(), None, GatewayProcesses()
-    metrics.add_process(certificates_of(settings, settings.tls_cert))
-    mcp = make_mcp(settings, metrics)
-    service = Service(
-        client,
-        text_pool,
-        limits,
-        rates,
-        metrics,
-        time.monotonic,
-        settings.request_timeout_s,
-        settings.queue_timeout_s,
-        settings.template_kwargs,
-        ParserChoice(settings.tool_parser, settings.reasoning_parser),
-        stored.count if stored else uncounted,
-        None if mcp is None else McpTools(mcp, settings.mcp_max_rounds, time.monotonic),
-        tracer,
-        processes,
-        settings.strict_max_tokens,
-        settings.aliases,
-        settings.any_model,
-    )
-    readiness = Readiness(client, service.catalog)
-    http_limits = HttpLimits(
-        settings.max_body_bytes,
-        settings.max_bodies_bytes,
-        settings.body_timeout_s,
-        settings.max_buffer_bytes,
-        settings.stall_timeout_s,
-    )
-    bodies = BodyReader(http_limits)
-    openai = OpenAiApi(
-        service,
-        http_limits,
-        bodies,
-        responses=stored,
-        stored=stored,
-    )
-    apis: list[HttpApi] = [
-        AnthropicApi(service, http_limits, bodies),
-        RerankApi(service, bodies),
-        OllamaApi(service, http_limits, bodies),
-        openai,
-    ]
-    routes = create_routes(apis, service, readiness, settings.fleet_metrics)
-    add_fleet(routes, service)
-    open_paths = add_pages(routes, settings.root_path)
-    app = create_app(
-        apis,
-        service,
-        readiness,
-        keys,
-        settings.open_metrics,
-        local=is_loopback(settings.host),
-        allowed_origins=settings.allow_origins,
-        routes=routes,
-        root_path=settings.root_path,
-        open_paths=open_paths,
-    )
-    http = HttpServer(
-        app,
-        openai,
-        settings.stall_timeout_s,
-        settings.tls_cert,
-        settings.tls_key,
-        settings.max_answers_bytes,
-        counts,
-    )
-    grpc_host = GrpcServer(
-        access,
-        # Callers of Text authenticate with an API key instead.
-        (*TEXT_METHODS, *(() if keys.required else (REFLECTION,))),
-        (SERVICE,),
-        interceptors=(KeyInterceptor(keys),),
-        shared_port=worker is not None,
-    )
-    backpressure = Backpressure(settings.max_buffer_bytes, settings.stall_timeout_s)
-    text = TextServicer(service, keys, backpressure, settings.max_bodies_bytes)
-    add_TextServicer_to_server(text, grpc_host.server)
-    grpc_bind = host_port(settings.host, settings.grpc_port)
-    grpc_port = grpc_host.listen_for_clients(grpc_bind, tls)
-    await grpc_host.start()
-    await processes.start()
-    session = await client.start()
-    if mcp is not None:
-        mcp.start()
-    serving = asyncio.create_task(http.serve([listener, *((unix,) if unix else ())]), name="http")
-    port = listener.getsockname()[1]
-    report(
-        "listening",
-        {
-            "url": f"{'http' if tls is None else 'https'}://{host_port(settings.host, port)}",
-            "grpc": host_port(settings.host, grpc_port),
-            **({"unix": settings.unix_socket} if unix else {}),
-        },
-    )
-    watching = [
-        asyncio.create_task(keys.watch(), name="keys"),
-        asyncio.create_task(http.watch_certificate(), name="certificate"),
-        asyncio.create_task(watch_loop(metrics.loop_lag.observe), name="event loop lag"),
-    ]
-    if stored:
-        watching.append(asyncio.create_task(stored.run(routes), name="stored"))
-
-    def announced(models: list[str]) -> None:
-        report("ready", {"models": models})
-        if counts:
-            counts.set_ready()
-        if stored:
-            stored.request()
-
-    announcing = asyncio.create_task(_announce(readiness, grpc_host, announced), name="announce")
-
-    def set_serving(serving: bool) -> None:
-        announcing.cancel()
-        readiness.drain()
-        grpc_host.set_serving(serving)
-
-    async def drain() -> None:
-        await asyncio.gather(drain_clients(), *([stored.drain()] if stored else []))
-
-    async def drain_clients() -> None:
-        # A load balancer over several gateways learns from /ready that this one is ending.
-        await asyncio.sleep(min(settings.lame_duck_s, settings.drain_s))
-        limits.close()
-        await limits.idle.wait()
-
-    async def stop(grace_s: float) -> None:
-        for task in watching:
-            task.cancel()
-        http.should_exit = True
-        http.config.timeout_graceful_shutdown = math.ceil(grace_s)
-        await asyncio.gather(
-            grpc_host.stop(grace_s),
-            asyncio.wait({serving}, timeout=grace_s + 2),
-            *(() if mcp is None else (mcp.close(),)),
-        )
-        if stored:
-            await stored.close()
-        await client.close()
-        await service.catalog.close()
-        await rates.close()
-        await processes.close()
-
+    gateway = GatewayProcess(settings, report, tracer, worker)
+    failed = await gateway.start(unix)
     return await run_until_signal(
-        set_serving=set_serving,
-        drain=drain,
-        stop=stop,
+        set_serving=gateway.set_serving,
+        drain=gateway.drain,
+        stop=gateway.stop,
         drain_s=settings.drain_s,
-        failed=(serving, session, announcing, *watching),
+        failed=failed,
     )
+
+
+class GatewayProcess:
+    """The parts of a gateway. They are built in the order in which they need each other, and ended
+    by `set_serving`, `drain` and `stop`."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        report: Report,
+        tracer: Tracer,
+        worker: GatewayWorker | None,
+    ) -> None:
+        """Build the parts and bind the HTTP port. Call within the running loop. Raises OSError,
+        ValueError."""
+        self._settings = settings
+        self._report = report
+        self._worker = worker
+        self._keys = make_keys(settings)
+        access = make_access(settings)
+        self._tls = make_tls(settings.tls_cert, settings.tls_key)
+        self._limits = AdmissionLimits(settings.max_requests, settings.max_unanswered)
+        self._stored = make_stored(settings, self._keys, self._limits)
+        self._client = RouterClient(settings.routers, access, secrets.token_bytes(16))
+        self._listener = worker.listener if worker else listen(settings.host, settings.port)
+        self._rates = make_rate_limits(settings, settings.text_seconds_per_minute)
+        self._metrics, self._counts, self._processes = self._make_records()
+        self._mcp = make_mcp(settings, self._metrics)
+        self._service = self._make_service(tracer)
+        self._readiness = Readiness(self._client, self._service.catalog)
+        self._http = self._make_http()
+        self._grpc = self._make_grpc(access)
+        self._tasks: list[asyncio.Task[None]] = []  # that end only by a failure, or when cancelled
+
+    def _make_records(self) -> tuple[GatewayMetrics, ConnectionCounts | None, GatewayProcesses]:
+        """Make what the gateway's processes share: in their common folder if there are several."""
+        counts, worker, limits = None, self._worker, self._limits
+        if worker:
+            metrics = GatewayMetrics(worker.metrics_folder, worker.index)
+            counts = ConnectionCounts(worker.counts_file, worker.index, worker.num)
+            processes = GatewayProcesses(Path(worker.folder), worker.index, worker.num)
+            limits.on_change = lambda: metrics.show_open(limits)
+        else:
+            metrics, processes = GatewayMetrics(), GatewayProcesses()
+        metrics.add_process(certificates_of(self._settings, self._settings.tls_cert))
+        return metrics, counts, processes
+
+    def _make_service(self, tracer: Tracer) -> Service:
+        settings, mcp = self._settings, self._mcp
+        text_pool = TokenizerPool(
+            make_text_limits(settings, settings.grammar_timeout_s),
+            settings.text_processes,
+            self._rates.text_spent,
+            settings.queue_timeout_s,
+            settings.log_format,
+        )
+        text_pool.prepare()
+        count_usage = self._stored.count if self._stored else uncounted
+        return Service(
+            self._client,
+            text_pool,
+            self._limits,
+            self._rates,
+            Records(self._metrics, time.monotonic, count_usage, tracer, self._processes),
+            ServiceOptions(
+                settings.request_timeout_s,
+                settings.queue_timeout_s,
+                settings.template_kwargs,
+                ParserChoice(settings.tool_parser, settings.reasoning_parser),
+                settings.strict_max_tokens,
+                settings.aliases,
+                settings.any_model,
+                None if mcp is None else McpTools(mcp, settings.mcp_max_rounds, time.monotonic),
+            ),
+        )
+
+    def _make_http(self) -> HttpServer:
+        settings, service, stored = self._settings, self._service, self._stored
+        limits = HttpLimits(
+            settings.max_body_bytes,
+            settings.max_bodies_bytes,
+            settings.body_timeout_s,
+            settings.max_buffer_bytes,
+            settings.stall_timeout_s,
+        )
+        bodies = BodyReader(limits)
+        openai = OpenAiApi(service, limits, bodies, responses=stored, stored=stored)
+        apis: list[HttpApi] = [
+            AnthropicApi(service, limits, bodies),
+            RerankApi(service, bodies),
+            OllamaApi(service, limits, bodies),
+            openai,
+        ]
+        self._routes = create_routes(apis, service, self._readiness, settings.fleet_metrics)
+        add_fleet(self._routes, service)
+        open_paths = add_pages(self._routes, settings.root_path)
+        app = create_app(
+            apis,
+            service,
+            self._readiness,
+            self._keys,
+            settings.open_metrics,
+            local=is_loopback(settings.host),
+            allowed_origins=settings.allow_origins,
+            routes=self._routes,
+            root_path=settings.root_path,
+            open_paths=open_paths,
+        )
+        return HttpServer(
+            app,
+            openai,
+            settings.stall_timeout_s,
+            settings.tls_cert,
+            settings.tls_key,
+            settings.max_answers_bytes,
+            self._counts,
+        )
+
+    def _make_grpc(self, access: Access) -> GrpcServer:
+        settings, keys = self._settings, self._keys
+        host = GrpcServer(
+            access,
+            # Callers of Text authenticate with an API key instead.
+            (*TEXT_METHODS, *(() if keys.required else (REFLECTION,))),
+            (SERVICE,),
+            interceptors=(KeyInterceptor(keys),),
+            shared_port=self._worker is not None,
+        )
+        backpressure = Backpressure(settings.max_buffer_bytes, settings.stall_timeout_s)
+        text = TextServicer(self._service, keys, backpressure, settings.max_bodies_bytes)
+        add_TextServicer_to_server(text, host.server)
+        return host
+
+    async def start(self, unix: socket.socket | None) -> "Sequence[asyncio.Future[Any]]":
+        """Serve; return what ends only by a failure. Raises OSError for a busy gRPC port."""
+        settings = self._settings
+        grpc_bind = host_port(settings.host, settings.grpc_port)
+        grpc_port = self._grpc.listen_for_clients(grpc_bind, self._tls)
+        await self._grpc.start()
+        await self._processes.start()
+        session = await self._client.start()
+        if self._mcp is not None:
+            self._mcp.start()
+        listeners = [self._listener, *((unix,) if unix else ())]
+        self._serving = asyncio.create_task(self._http.serve(listeners), name="http")
+        scheme, port = "http" if self._tls is None else "https", self._listener.getsockname()[1]
+        figures = {
+            "url": f"{scheme}://{host_port(settings.host, port)}",
+            "grpc": host_port(settings.host, grpc_port),
+        }
+        self._report("listening", figures | ({"unix": settings.unix_socket} if unix else {}))
+        self._tasks = [
+            asyncio.create_task(self._keys.watch(), name="keys"),
+            asyncio.create_task(self._http.watch_certificate(), name="certificate"),
+            asyncio.create_task(watch_loop(self._metrics.loop_lag.observe), name="event loop lag"),
+        ]
+        if self._stored:
+            self._tasks.append(asyncio.create_task(self._stored.run(self._routes), name="stored"))
+        self._announcing = asyncio.create_task(self._announce(), name="announce")
+        return self._serving, session, self._announcing, *self._tasks
+
+    async def _announce(self) -> None:
+        """Report "ready" once, and keep the gRPC health in step with /ready."""
+        announced = serving = False
+        while True:
+            models = await self._readiness.models()
+            if models and not announced:
+                freeze_heap()
+            if bool(models) != serving:
+                serving = bool(models)
+                self._grpc.set_serving(serving)
+            if serving and not announced:
+                announced = True
+                self._report("ready", {"models": models})
+                if self._counts:
+                    self._counts.set_ready()
+                if self._stored:
+                    self._stored.request()
+            await asyncio.sleep(READY_S if announced else START_S)
+
+    def set_serving(self, serving: bool) -> None:
+        """Refuse requests from load balancers: /ready and the gRPC health fail from now on."""
+        self._announcing.cancel()
+        self._readiness.drain()
+        self._grpc.set_serving(serving)
+
+    async def drain(self) -> None:
+        """Wait until no request runs."""
+        stored = [self._stored.drain()] if self._stored else []
+        await asyncio.gather(self._drain_clients(), *stored)
+
+    async def _drain_clients(self) -> None:
+        # A load balancer over several gateways learns from /ready that this one is ending.
+        await asyncio.sleep(min(self._settings.lame_duck_s, self._settings.drain_s))
+        self._limits.close()
+        await self._limits.idle.wait()
+
+    async def stop(self, grace_s: float) -> None:
+        """Close the servers within `grace_s` seconds, then the other parts."""
+        for task in self._tasks:
+            task.cancel()
+        self._http.should_exit = True
+        self._http.config.timeout_graceful_shutdown = math.ceil(grace_s)
+        await asyncio.gather(
+            self._grpc.stop(grace_s),
+            asyncio.wait({self._serving}, timeout=grace_s + 2),
+            *(() if self._mcp is None else (self._mcp.close(),)),
+        )
+        if self._stored:
+            await self._stored.close()
+        await self._client.close()
+        await self._service.catalog.close()
+        await self._rates.close()
+        await self._processes.close()
 
 
 def make_stored(
@@ -320,21 +371,3 @@ def make_text_limits(settings: PromptSettings, grammar_s: float) -> WorkerLimits
         late_s=2 * settings.text_timeout_s,
         grammar_s=grammar_s,
     )
-
-
-async def _announce(
-    readiness: Readiness, grpc_host: GrpcServer, on_ready: Callable[[list[str]], None]
-) -> None:
-    """Call `on_ready` once, and keep the gRPC health in step with /ready."""
-    announced = serving = False
-    while True:
-        models = await readiness.models()
-        if models and not announced:
-            freeze_heap()
-        if bool(models) != serving:
-            serving = bool(models)
-            grpc_host.set_serving(serving)
-        if serving and not announced:
-            announced = True
-            on_ready(models)
-        await asyncio.sleep(READY_S if announced else START_S)

@@ -8,16 +8,16 @@ from itertools import chain
 from typing import TypeVar
 
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.sampling import client_errors, context_overflow, refuse
+from pdserve.gateway.sampling import client_errors, refuse, service_error
 from pdserve.services.common.errors import quoted
 from pdserve.services.common.fairness import FairSemaphore
 from pdserve.services.common.rate_limits import RateLimits
 from pdserve.text import (
     CHARS_PER_TOKEN,
-    ParserChoice,
     TemplateInput,
     TextError,
     TooLong,
+    context_overflow,
     least_tokens,
 )
 
@@ -29,12 +29,9 @@ IDS_AT_ONCE = 256  # ids decoded before other tasks run
 class ModelTexts:
     """Converter of texts and ids, in tokenizer workers or in turns. Raises ServiceError."""
 
-    def __init__(
-        self, rates: RateLimits, template_kwargs: Collection[str], parsers: ParserChoice
-    ) -> None:
+    def __init__(self, rates: RateLimits, template_kwargs: Collection[str]) -> None:
         """`template_kwargs`: names that clients may set for a chat template."""
         self._rates = rates
-        self._parsers = parsers
         self._template_kwargs = frozenset(template_kwargs)
         self._decoding = FairSemaphore(1)
 
@@ -45,7 +42,6 @@ class ModelTexts:
         if not model.text.has_template:
             text = f"the model {model.card.name!r} has no chat template"
             raise refuse(conversation.messages_field, text)
-        conversation = self._with_parser(model, conversation)
         for name in conversation.variables:
             if name not in self._template_kwargs:
                 names = ", ".join(sorted(self._template_kwargs)) or "no names"
@@ -58,19 +54,6 @@ class ModelTexts:
         await self._rates.check_text(owner)
         with _prompt_errors(model, conversation.messages_field):
             return await model.text.workers.chat_ids(owner, conversation, max_len=max_chars)
-
-    def _with_parser(self, model: ServedModel, conversation: TemplateInput) -> TemplateInput:
-        """Set the parser, for templates with no place for tools or calls. Raises ServiceError."""
-        family, _ = self._parsers.families(model.text.tool_parser, "")
-        if family is not None:
-            return replace(conversation, tool_parser=family.name)
-        if conversation.tools and not model.text.tool_parser:
-            text = (
-                f"the chat template of the model {model.card.name!r} does not support tools, "
-                "and this gateway does not parse tool calls (see --tool-parser)"
-            )
-            raise refuse("tools", text)
-        return conversation
 
     async def text_ids(
         self,
@@ -105,7 +88,7 @@ class ModelTexts:
     ) -> str:
         """Return the text of token ids, at most a full context; owners take turns."""
         if len(ids) > model.card.context_len:
-            raise context_overflow(model.card, len(ids), param)
+            raise service_error(context_overflow(model.card, len(ids), param))
         check_ids(ids, model, param)
         detokenizer = model.text.vocabulary.incremental(skip_special_tokens=skip_special)
         parts = await self._in_turn(ids, owner, detokenizer.push)
@@ -168,14 +151,14 @@ def check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
 def check_room(prompt_len: int, num_new: int, model: ServedModel, param: str) -> None:
     """Check that `num_new` tokens fit after a prompt of `prompt_len`. Raises ServiceError."""
     if prompt_len + num_new > model.card.context_len:
-        raise context_overflow(model.card, prompt_len, param)
+        raise service_error(context_overflow(model.card, prompt_len, param))
 
 
 def _max_prompt_chars(count: int, model: ServedModel, param: str) -> int:
     """Return a prompt's most characters. Raises ServiceError if `count` is more."""
     max_chars = int(model.card.context_len) * CHARS_PER_TOKEN
     if count > max_chars:
-        raise context_overflow(model.card, least_tokens(count), param)
+        raise service_error(context_overflow(model.card, least_tokens(count), param))
     return max_chars
 
 

@@ -6,10 +6,9 @@ from typing import Protocol
 
 from pdserve.gateway.admission import AdmittedRequest
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.choice import Delta
 from pdserve.gateway.metrics import RequestMetrics
 from pdserve.protos.common_pb2 import SamplingParams
-from pdserve.text import AnswerFormat, RequestedSampling
+from pdserve.text import AnswerFormat, Delta, RequestedSampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,15 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from pdserve.engine.api import InvalidRequest
 from pdserve.llm.outputs import Conversation
-from pdserve.text import Tool, ToolUse
+from pdserve.llm.sampling import invalid_requests
+from pdserve.text import ChatCompletionRequest, RequestedSampling, TemplateInput, Tool, ToolUse
 
 ToolChoice = str | Mapping[str, Any]  # auto, none, required, or {"function": {"name": ...}}
-_NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
+_NAME = re.compile("[a-zA-Z0-9_.-]{1,128}")
 
 
 class ChatOptions(TypedDict, total=False):
@@ -24,19 +24,10 @@ class ChatOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None  # variables for the model's chat template
 
 
-@dataclass(frozen=True, slots=True)
-class ChatInput:
-    """A conversation with its resolved chat options."""
-
-    messages: Conversation
-    use: ToolUse | None
-    add_generation_prompt: bool
-    continue_final_message: bool
-    variables: Mapping[str, Any]
-
-
-def chat_input(
+def chat_request(
     messages: Conversation,
+    sampling: RequestedSampling,
+    priority: int = 0,
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     tool_choice: ToolChoice = "auto",
@@ -44,17 +35,21 @@ def chat_input(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> ChatInput:
-    """Build a ChatInput from ChatOptions. `add_generation_prompt` defaults to the opposite of
-    `continue_final_message`. Raises InvalidRequest."""
+) -> ChatCompletionRequest:
+    """Build a request from ChatOptions. `add_generation_prompt` defaults to the opposite of
+    `continue_final_message`. Raises InvalidRequest, TypeError for a non-conversation."""
+    if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
+        raise TypeError('a conversation must be a list of messages, {"role", "content"}')
+    use = tool_use(tools, tool_choice, parallel=parallel_tool_calls)
     adds_prompt = add_generation_prompt
-    return ChatInput(
-        messages,
-        tool_use(tools, tool_choice, parallel=parallel_tool_calls),
-        not continue_final_message if adds_prompt is None else adds_prompt,
-        continue_final_message,
-        chat_template_kwargs or {},
-    )
+    with invalid_requests():
+        conversation = TemplateInput(
+            messages,
+            not continue_final_message if adds_prompt is None else adds_prompt,
+            continue_final_message,
+            chat_template_kwargs or {},
+        )
+    return ChatCompletionRequest("", conversation, sampling, priority=priority, tool_use=use)
 
 
 def conversations(
@@ -86,8 +81,10 @@ def tool_use(
             if name not in names:
                 raise _refused("tool_choice", f"tool_choice: no tool has the name {name!r:.80}")
             return ToolUse(parsed_tools, "required", (name,), parallel=False)
-    expected = 'auto, none, required, or {"type": "function", "function": {"name": ...}}'
-    raise _refused("tool_choice", f"tool_choice must be {expected}, not {choice!r:.80}")
+    if isinstance(choice, Mapping):
+        raise _refused("tool_choice", "tool_choice must name a function")
+    text = "tool_choice must be none, auto, required, or an object with a type"
+    raise _refused("tool_choice", text)
 
 
 def _tool(tool: Any, param: str) -> Tool:
@@ -97,7 +94,7 @@ def _tool(tool: Any, param: str) -> Tool:
         raise _refused(param, f"{param} must have the form {expected}")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        expected_name = "1 to 64 letters, digits, _ or -"
+        expected_name = "1 to 128 letters, digits, _, . or -"
         raise _refused(param, f"{param}.function.name must have {expected_name}, not {name!r:.80}")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise _refused(param, f"{param}.function.parameters must be a JSON schema")

@@ -31,16 +31,17 @@ from pdserve.llm.outputs import (
 )
 from pdserve.text import (
     AnswerFormat,
+    Choice,
     ContentPart,
     RequestedSampling,
-    TextPart,
+    ScoredToken,
     ToolCallPart,
     calls_of,
     reasoning_of,
+    scored,
     text_of,
 )
-from pdserve.text.parsing import ContentParser
-from pdserve.text.tokenizer import ChoiceText, StopMatcher, TextUpdate, Vocabulary
+from pdserve.text.tokenizer import Vocabulary
 
 _FINISH: dict[FinishReason | None, str] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -63,18 +64,15 @@ class PreparedRequest:
     request: Request
     prompt: str | None  # the prompt's text; None if the prompt is token ids
     sampling: RequestedSampling
-    format: AnswerFormat = field(default_factory=AnswerFormat)
-    continues: bool = True  # the answer continues the prompt's text
+    format: AnswerFormat
+    continues: bool  # the answer continues the prompt's text
 
 
 @dataclass(slots=True)
 class _Output:
-    text: ChoiceText
-    parser: ContentParser | None
+    choice: Choice
     deltas: list[OutputDelta] = field(default_factory=list)
     withheld: OutputDelta | None = None  # tokens whose text is not complete yet
-    finish: str | None = None
-    calls: bool = False
     call: list[ToolCallPart] = field(default_factory=list)  # parts of the unfinished tool call
 
     def take_complete_calls(self, content: Sequence[ContentPart]) -> tuple[ToolCall, ...]:
@@ -86,7 +84,7 @@ class _Output:
                 self.call = []
             if isinstance(part, ToolCallPart):
                 self.call.append(part)
-        if self.finish is not None:
+        if self.choice.closed:
             call_parts += calls_of(self.call)
             self.call = []
         return tuple(ToolCall(part.id, part.name, part.arguments) for part in call_parts)
@@ -99,30 +97,28 @@ class Generation:
         self.done = False
         self._prepared = prepared
         self._vocabulary = vocabulary
-        self._outputs = [self._output() for _ in range(prepared.sampling.n)]
+        self._outputs = [self._output(index) for index in range(prepared.sampling.n)]
         self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self._cached_tokens = 0
         self._stopped: list[int] = []
 
-    def _output(self) -> _Output:
-        sampling, answer_format = self._prepared.sampling, self._prepared.format
-        detokenizer = self._vocabulary.incremental(
-            skip_special_tokens=sampling.skip_special_tokens,
-            keep=answer_format.special,
-            continues=self._prepared.continues,
+    def _output(self, index: int) -> _Output:
+        prepared = self._prepared
+        choice = Choice(
+            index,
+            self._vocabulary,
+            prepared.sampling,
+            continues=prepared.continues,
+            parser=prepared.format.parser(),
+            keep=prepared.format.special,
         )
-        stops = StopMatcher(
-            sampling.stop, include_stop_str=sampling.include_stop, min_tokens=sampling.min_tokens
-        )
-        stop_ids = {*self._vocabulary.model_info.eos_ids, *sampling.stop_token_ids}
-        text = ChoiceText(detokenizer, stops, stop_ids=stop_ids, include_stop=sampling.include_stop)
-        return _Output(text, answer_format.parser())
+        return _Output(choice)
 
     def take(self, event: RequestEvent) -> OutputDelta | None:
         """Process an event; return the new delta, if any. Raises GenerationError, or the error with
         which the engine rejects the request."""
         match event:
-            case NewTokens() if self._outputs[event.choice].finish is None:
+            case NewTokens() if not self._outputs[event.choice].choice.closed:
                 return self._tokens(event)
             case PromptScored():
                 self._prompt_logprobs = event.logprobs
@@ -136,28 +132,18 @@ class Generation:
 
     def _tokens(self, event: NewTokens) -> OutputDelta | None:
         output = self._outputs[event.choice]
-        update = output.text.push(event.ids, _FINISH.get(event.finish))
-        count = len(update.offsets)
-        if update.finish is not None and event.finish is None:
+        new = output.choice.push(event.ids, _FINISH.get(event.finish), event.logprobs)
+        if new.finish is not None and event.finish is None:
             self._stopped.append(event.choice)
-        content = _parsed(output, update)
-        output.finish = update.finish
-        output.calls |= any(isinstance(part, ToolCallPart) for part in content)
-        if update.finish == "stop" and output.calls:
-            is_cut = any(isinstance(part, ToolCallPart) and part.cut for part in content)
-            output.finish = "length" if is_cut else "tool_calls"
-        calls = output.take_complete_calls(content)
-        ids = event.ids[:count]
-        scores = zip(ids, event.logprobs, strict=False)
         delta = OutputDelta(
             event.choice,
-            text_of(content),
-            reasoning_of(content),
-            calls,
-            ids,
-            tuple(self._scored(token, score) for token, score in scores),
-            output.finish,
-            self._stop_reason(update, ids),
+            text_of(new.content),
+            reasoning_of(new.content),
+            output.take_complete_calls(new.content),
+            new.ids,
+            tuple(map(_logprobs, new.tokens)),
+            new.finish,
+            new.stop_reason,
         )
         if output.withheld is not None:
             delta = replace(
@@ -165,21 +151,12 @@ class Generation:
                 token_ids=output.withheld.token_ids + delta.token_ids,
                 logprobs=output.withheld.logprobs + delta.logprobs,
             )
-        if not (content or output.finish):
+        if not (new.content or new.finish):
             output.withheld = delta
             return None
         output.withheld = None
         output.deltas.append(delta)
         return delta
-
-    def _stop_reason(self, update: TextUpdate, ids: Sequence[int]) -> str | int | None:
-        if update.stop is not None or update.finish != "stop" or not ids:
-            return update.stop
-        return ids[-1] if ids[-1] in self._prepared.sampling.stop_token_ids else None
-
-    def _scored(self, token: int, score: TokenLogprob) -> Logprobs:
-        logprobs = {token: score.logprob, **dict(score.top)}
-        return {i: Logprob(value, self._vocabulary.token_text(i)) for i, value in logprobs.items()}
 
     def take_stopped(self) -> tuple[int, ...]:
         """Return outputs that a stop string ended since the last call; the caller aborts them."""
@@ -190,9 +167,10 @@ class Generation:
         """Return the complete answer. Call it only once `done`."""
         ids = self._prepared.request.prompt_ids
         scores = None
-        if self._prepared.request.params.prompt_logprobs is not None:
-            scored = zip(ids[1:], self._prompt_logprobs, strict=False)
-            scores = (None, *(self._scored(token, score) for token, score in scored))
+        if self._prepared.sampling.prompt_logprobs is not None:
+            pairs = zip(ids[1:], self._prompt_logprobs, strict=False)
+            tokens = (scored(self._vocabulary, token, score, 0) for token, score in pairs)
+            scores = (None, *map(_logprobs, tokens))
         outputs = tuple(self._joined(i, output) for i, output in enumerate(self._outputs))
         return RequestOutput(self._prepared.prompt, ids, outputs, self._cached_tokens, scores)
 
@@ -208,7 +186,7 @@ class Generation:
             index,
             "".join(delta.text for delta in deltas),
             ids,
-            output.finish or "stop",
+            deltas[-1].finish_reason or "stop" if deltas else "stop",
             deltas[-1].stop_reason if deltas else None,
             "".join(delta.reasoning for delta in deltas),
             tuple(call for delta in deltas for call in delta.tool_calls),
@@ -221,14 +199,9 @@ class Generation:
         )
 
 
-def _parsed(output: _Output, update: TextUpdate) -> list[ContentPart]:
-    if output.parser is None:
-        return [TextPart(update.text)] if update.text else []
-    content = output.parser.push(update.text) if update.text else []
-    if update.finish is not None:
-        is_cut = update.finish == "length" or update.stop is not None
-        content = [*content, *output.parser.finish(cut=is_cut)]
-    return content
+def _logprobs(token: ScoredToken) -> Logprobs:
+    entries = (token.chosen, *token.top)
+    return {e.id: Logprob(e.logprob, e.text) for e in entries if e.logprob is not None}
 
 
 def failure(

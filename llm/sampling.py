@@ -5,13 +5,15 @@ texts, a compiled grammar, and no None.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
-from pdserve.engine.api import BOUNDS, THINKING_BUDGET, InvalidRequest, Range
-from pdserve.text import Kind, RequestedSampling, Structure
+from pdserve.engine.api import ClientParams, ContextLengthExceeded, InvalidRequest
+from pdserve.text import ContextExceeded, Kind, RequestedSampling, Structure, TextError, check
 
 _KINDS: dict[str, Kind] = {
     "json": "json_schema",
@@ -21,15 +23,6 @@ _KINDS: dict[str, Kind] = {
     "json_object": "json_object",
     "structural_tag": "structural_tag",
 }
-_INTEGERS = ("n", "top_k", "penalty_window", "min_tokens", "max_tokens", "logprobs",
-          "prompt_logprobs", "seed", "thinking_token_budget")  # fmt: skip
-_RANGES: dict[str, Range] = {
-    **{name: bounds.engine for name, bounds in BOUNDS.items() if name != "logit_bias"},
-    "top_k": BOUNDS["top_k"].api,
-    "seed": Range(-(2**63), 2**64 - 1),  # negative seeds are taken modulo 2**64
-    "thinking_token_budget": THINKING_BUDGET,
-}
-_TEXTS = ("stop", "bad_words")
 _IDS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 
 
@@ -79,53 +72,29 @@ class StructuredOutputsParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(ClientParams):
     """Params that control sampling and where an answer ends. None means the model's recommendation
-    (generation_config.json), else the value in the field's comment.
+    (generation_config.json), else the default in docs/python.md.
 
     Raises InvalidRequest, whose `param` names the field, for a value out of bounds.
     """
 
-    n: int = 1  # answers per prompt
-    temperature: float | None = None  # 1.0; 0 is greedy
-    top_p: float | None = None  # 1.0
-    top_k: int | None = None  # 0; 0 and -1 mean all tokens
-    min_p: float | None = None  # 0.0
-    repetition_penalty: float | None = None  # 1.0; over prompt and answer
-    presence_penalty: float = 0.0  # over the answer
-    frequency_penalty: float = 0.0  # over the answer
-    penalty_window: int = 0  # N: apply all penalties to the last N tokens of prompt and answer
-    max_tokens: int | None = None  # None: the rest of the context
-    min_tokens: int = 0
     stop: str | Sequence[str] = ()  # texts that end an answer and are removed from it
-    stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
     skip_special_tokens: bool = True
     seed: int | None = None  # None: a random seed per request
-    logprobs: int | None = None  # N: of each sampled token and the N likeliest
-    prompt_logprobs: int | None = None
-    logprob_token_ids: Sequence[int] = ()  # with logprobs: also of these tokens
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: Sequence[int] = ()  # tokens that end the answer stay allowed; empty: all
-    bad_words: Sequence[str] = ()  # texts that never occur in an answer
+    bad_words: str | Sequence[str] = ()  # texts that never occur in an answer
     structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None  # max thinking tokens of a reasoning model in a chat
 
     def __post_init__(self) -> None:
-        for name, allowed in _RANGES.items():
+        for name, kind in _NUMBERS.items():
             value = getattr(self, name)
-            kind: type[Any] = Integral if name in _INTEGERS else Real
             if value is None and name in _MAY_BE_NONE:
                 continue
             if not isinstance(value, kind) or isinstance(value, bool):
                 noun = "a whole number" if kind is Integral else "a number"
                 raise _refused(name, f"must be {noun}, not {value!r:.60}")
-            if not allowed.has(value):
-                raise _refused(name, f"must be {allowed}, not {str(value)[:40]}")
-        for name in _TEXTS:
-            if not all(_texts(getattr(self, name), name)):
-                raise _refused(name, "contains an empty string")
         for name in _IDS:
             check_ids(getattr(self, name), name)
         if not isinstance(self.logit_bias, Mapping):
@@ -142,16 +111,15 @@ class SamplingParams:
             raise _refused(
                 "structured_outputs", f"must be StructuredOutputsParams, not {kind_name}"
             )
+        with invalid_requests():
+            check(self.requested())
 
     def requested(self) -> RequestedSampling:
-        """Return the params in the form that the gateway's modules take."""
+        """Return the params in the form that all APIs share."""
         return RequestedSampling(
+            **{item.name: getattr(self, item.name) for item in fields(ClientParams)},
             stop=_texts(self.stop, "stop"),
-            stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-            min_tokens=self.min_tokens,
-            logprobs=self.logprobs,
-            n=self.n,
+            seed=self.seed,
             include_stop=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
             bad_words=_texts(self.bad_words, "bad_words"),
@@ -160,7 +128,38 @@ class SamplingParams:
         )
 
 
-_MAY_BE_NONE = frozenset(param.name for param in fields(SamplingParams) if param.default is None)
+def _numbers() -> Iterator[tuple[str, type[Any]]]:
+    """Yield the names of SamplingParams' numbers, and the type of each."""
+    for item in fields(SamplingParams):
+        kinds = get_args(item.type) if isinstance(item.type, UnionType) else (item.type,)
+        if int in kinds or float in kinds:
+            yield item.name, Integral if int in kinds else Real
+
+
+_NUMBERS: dict[str, type[Any]] = dict(_numbers())
+_MAY_BE_NONE = frozenset(item.name for item in fields(SamplingParams) if item.default is None)
+
+
+def requested(params: SamplingParams | None = None) -> RequestedSampling:
+    """Return a caller's params in the form that all APIs share. Raises TypeError."""
+    if params is None:
+        return RequestedSampling()
+    if not isinstance(params, SamplingParams):
+        kind = type(params)
+        name = f"{kind.__module__}.{kind.__name__}"
+        raise TypeError(f"sampling_params must be pdserve.SamplingParams, not {name}")
+    return params.requested()
+
+
+@contextmanager
+def invalid_requests() -> Iterator[None]:
+    """Convert a TextError to the error that the engine raises for such a request."""
+    try:
+        yield
+    except ContextExceeded as error:
+        raise ContextLengthExceeded(str(error), error.param) from None
+    except TextError as error:
+        raise InvalidRequest(str(error), error.param) from None
 
 
 def check_ids(ids: Sequence[int], param: str) -> None:

@@ -81,7 +81,7 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("torch",),
     ),
     "gateway/http": (  # the shell of every API, so it knows none
-        SHELL,
+        (*SHELL, ENGINE_API),
         ("torch", "pdserve.gateway.openai", "pdserve.gateway.anthropic"),
     ),
     "gateway/web": (  # pages, which call the APIs as any client does
@@ -113,7 +113,6 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             "pdserve.engine",
             *TEXT,
-            GRAMMAR_TOKENIZER,
             "pdserve.llm",
             "pdserve.cli.progress",
             "pdserve.cli.options",

@@ -5,13 +5,13 @@ from pdserve.text.answer_format import (
     AnswerFormat,
     Families,
     ParserChoice,
-    prompt_end,
     shaped,
-    thinking_bound,
 )
+from pdserve.text.choice import Choice, Delta, LogprobEntry, ScoredToken, only_text, scored
 from pdserve.text.constraints import Constraints, check_structure, constraints_of, texts_of
 from pdserve.text.errors import (
     CHARS_PER_TOKEN,
+    ContextExceeded,
     TextError,
     TooLong,
     UnsupportedTokenizer,
@@ -36,6 +36,7 @@ from pdserve.text.parts import (
     reasoning_of,
     text_of,
 )
+from pdserve.text.preparation import ClientRequest, Preparation
 from pdserve.text.request import (
     ChatCompletionRequest,
     Kind,
@@ -45,3 +46,4 @@ from pdserve.text.request import (
     Tool,
     ToolUse,
 )
+from pdserve.text.sampling import check, context_overflow, seed_of

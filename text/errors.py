@@ -21,6 +21,10 @@ class TooLong(TextError):
         self.num_tokens = num_tokens
 
 
+class ContextExceeded(TextError):
+    """A prompt, or a prompt and its answer, exceeds the model's context."""
+
+
 def least_tokens(num_chars: int) -> int:
     """Return how many tokens a text of so many characters has at least."""
     return -(-num_chars // CHARS_PER_TOKEN)

@@ -3,21 +3,13 @@
 import json
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from pdserve.engine.api import BOUNDS
 from pdserve.text.errors import UnsupportedTokenizer
 
 logger = logging.getLogger(__name__)
-
-_KINDS: dict[str, type] = {
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "repetition_penalty": float,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +43,13 @@ class GenerationDefaults:
             raise UnsupportedTokenizer("generation_config.json is nested too deeply") from None
         if not isinstance(config, dict):
             raise UnsupportedTokenizer("generation_config.json is not a JSON object")
-        return cls(**{name: _number(config, name) for name in _KINDS if name in config})
+        names = (item.name for item in fields(cls) if item.name in config)
+        return cls(**{name: _number(config, name) for name in names})
 
 
 def _number(config: dict[str, Any], name: str) -> Any:
-    kind, allowed = _KINDS[name], BOUNDS[name].api
-    value = config[name]
+    kind: type = int if name == "top_k" else float
+    value, allowed = config[name], BOUNDS[name].api
     if value is None:
         return None
     is_int = isinstance(value, int) and not isinstance(value, bool)

@@ -4,10 +4,15 @@ pure data.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from pdserve.engine.api import MAX_STRUCTURE_CHARS, MAX_STRUCTURE_DEPTH, MAX_STRUCTURE_VALUES
+from pdserve.engine.api import (
+    MAX_STRUCTURE_CHARS,
+    MAX_STRUCTURE_DEPTH,
+    MAX_STRUCTURE_VALUES,
+    ClientParams,
+)
 from pdserve.text.messages import TemplateInput
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "grammar", "structural_tag"]
@@ -81,40 +86,19 @@ def oversize(structure: Structure) -> str:
     return f"it is nested more than {MAX_STRUCTURE_DEPTH} levels deep"
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedSampling:
-    """Sampling as the client wrote it; None takes the model's default.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestedSampling(ClientParams):
+    """Sampling as the client wrote it; None takes the model's default."""
 
-    Fields that have bounds are named as in engine/api/sampling_bounds.py, except `best_of`.
-    """
-
-    temperature: float | None = None
-    top_k: int | None = None  # 0 and -1: all
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     repetition_penalty_field: str = "repetition_penalty"
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    penalty_window: int = 0  # ids; 0: all
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    max_tokens: int | None = None  # None: the rest of the context
     max_tokens_field: str = "max_tokens"
-    logprobs: int | None = None
     logprobs_field: str = "logprobs"
-    prompt_logprobs: int | None = None
-    n: int = 1
+    stop: Sequence[str] = ()
     best_of: int | None = None  # None: n
     seed: int | None = None
     include_stop: bool = False
     skip_special_tokens: bool = True
-    allowed_token_ids: tuple[int, ...] = ()  # and the eos ids; empty: all
-    bad_words: tuple[str, ...] = ()
-    logprob_token_ids: tuple[int, ...] = ()  # whose log-probabilities are returned, too
+    bad_words: Sequence[str] = ()
     structure: Structure | None = None
     structure_after: str = ""  # the structure binds what follows it; empty: all of the answer
     thinking_budget: int | None = None  # tokens of thinking; None: no bound
@@ -135,7 +119,7 @@ class RequestedSampling:
 
     @property
     def is_constrained(self) -> bool:
-        """Return whether content/constraints.py has to prepare constraints on the answer."""
+        """Return whether the answer has constraints besides its sampling (text/constraints.py)."""
         return bool(self.structure or self.bad_words or self.thinking_budget is not None)
 
 
@@ -183,6 +167,11 @@ class ChatCompletionRequest:
     tool_use: ToolUse | None = None
     separate_reasoning: bool = True  # False: reasoning is part of the answer's text
     max_tool_calls: int | None = None  # carried out by the gateway; None: any number
+
+    @property
+    def prompt_field(self) -> str:
+        """Return the name of the messages in the request."""
+        return self.conversation.messages_field
 
     @property
     def continues(self) -> bool:

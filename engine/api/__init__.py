@@ -2,7 +2,9 @@
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.api.request import (
+    CONTEXT_EXCEEDED,
     ChoiceState,
+    ClientParams,
     ContextLengthExceeded,
     EngineError,
     Event,
@@ -23,6 +25,7 @@ from pdserve.engine.api.request import (
     Step,
     ThinkingBudget,
     TokenLogprob,
+    context_exceeded,
     prefix_ids,
     prefix_of,
 )

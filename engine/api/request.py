@@ -3,7 +3,8 @@
 A request carries its whole state: a first start is a resume whose choices are empty.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -23,6 +24,22 @@ class InvalidRequest(EngineError):
 
 class ContextLengthExceeded(EngineError):
     """The prompt and its completion can never fit."""
+
+
+# The text of `context_exceeded`. Groups: context, prompt and completion, in tokens.
+CONTEXT_EXCEEDED = re.compile(
+    r"maximum context length is (\d+) tokens\..* \((\d+) in the \w+, (\d+) in the completion"
+)
+
+
+def context_exceeded(context_len: int, prompt_len: int, max_tokens: int, prompt_name: str) -> str:
+    """Return the error text for a prompt and completion that exceed the context, in OpenAI's words,
+    which clients parse. `prompt_name`: the client's name for the prompt."""
+    return (
+        f"This model's maximum context length is {context_len} tokens. However, you requested "
+        f"{prompt_len + max_tokens} tokens ({prompt_len} in the {prompt_name}, {max_tokens} in the "
+        f"completion). Please reduce the length of the {prompt_name} or completion."
+    )
 
 
 class QueueFull(EngineError):
@@ -57,32 +74,51 @@ class ThinkingBudget:
     start_ids: tuple[int, ...] = ()  # thinking begins after these; empty: at the first id
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Sampling parameters. The gateway checks their bounds, and submit checks them again."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientParams:
+    """Sampling parameters that mean the same to a client and to the engine.
 
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and generated ids
+    The requests of HTTP, gRPC and Python and the engine's SamplingParams extend this class, and
+    conversions between them go by field name. None is the model's value, else the default that
+    SamplingParams has.
+    """
+
+    temperature: float | None = None  # 0 is greedy
+    top_k: int | None = None  # 0, and for a client -1: all
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None  # over prompt and generated ids
     presence_penalty: float = 0.0  # over generated ids
     frequency_penalty: float = 0.0  # over generated ids
     penalty_window: int = 0  # N: all three over the last N ids of prompt and output together
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     min_tokens: int = 0  # eos and stop ids are masked before this many
     max_tokens: int | None = None  # None: up to the end of the context
     logprobs: int | None = None  # k: of the sampled token and the k best; 0: sampled token only
     prompt_logprobs: int | None = None
-    n: int = 1
-    # The fields below restrict tokens (engine/constraints), except the last.
-    allowed_token_ids: tuple[int, ...] = ()  # eos and stop ids are added; empty: all
+    n: int = 1  # choices
+    allowed_token_ids: Sequence[int] = ()  # eos and stop ids are added; empty: all
+    logprob_token_ids: Sequence[int] = ()  # with logprobs: also of these tokens, in this order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams(ClientParams):
+    """The engine's sampling parameters, whose bounds submit checks: no None where the engine
+    computes, and token ids in place of texts."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()  # none of these sequences is ever completed
     grammar: Grammar | None = None
     thinking: ThinkingBudget | None = None
-    logprob_token_ids: tuple[int, ...] = ()  # with logprobs: also of these tokens, in this order
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 Pure; it imports no other module of pdserve, so that gateway, router and workers can all read it.
 
-`api` bounds what REST and gRPC clients may send. It equals OpenAI's limit where there is one:
-temperature up to 2, penalties from -2 to 2, biases from -100 to 100, 20 log-probabilities and 128
-choices. `engine` bounds what the engine computes for in-process callers and what its numerics need;
-the native sampler accepts all of that range and refuses only what it cannot compute.
+`api` bounds what clients of REST, gRPC and the Python API may send. It equals OpenAI's limit where
+there is one: temperature up to 2, penalties from -2 to 2, biases from -100 to 100, 20
+log-probabilities and 128 choices. `engine` bounds what the engine computes and what its numerics
+need; the native sampler accepts all of that range and refuses only what it cannot compute.
 """
 
 import math

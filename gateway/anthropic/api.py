@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 from pydantic_core import to_json
 
+from pdserve.engine.api import CONTEXT_EXCEEDED
 from pdserve.gateway.anthropic.conversation import signature_of
 from pdserve.gateway.anthropic.request_models import (
     CountBody,
@@ -21,7 +22,6 @@ from pdserve.gateway.anthropic.request_models import (
     parse,
 )
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.choice import Delta
 from pdserve.gateway.http.api import HttpApi, HttpError, HttpLimits
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.docs import ResponseModel, describe
@@ -29,10 +29,10 @@ from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.responses import EventStream, Reply
 from pdserve.gateway.prepared_completion import Usage
 from pdserve.gateway.service import Service
-from pdserve.services.common.errors import CONTEXT_EXCEEDED
 from pdserve.text import (
     ChatCompletionRequest,
     ContentPart,
+    Delta,
     ReasoningPart,
     RequestedSampling,
     TextPart,

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from pdserve.engine.api import BOUNDS
 from pdserve.services.common.errors import MAX_QUOTED, cut
 
 NEUTRAL_VALUES: tuple[Any, ...] = (None, False, "", [], {})
@@ -23,10 +24,9 @@ NEUTRAL_VALUES: tuple[Any, ...] = (None, False, "", [], {})
 # fmt: off
 # Fields that change only generated text; routes that generate none ignore them.
 GENERATION_FIELDS = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens", "min_tokens", "stop",
-    "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "allowed_token_ids", "bad_words",
-    "logit_bias", "repetition_penalty", "repeat_penalty", "repeat_last_n", "presence_penalty",
-    "frequency_penalty", "logprobs", "logprob_token_ids", "prompt_logprobs", "add_special_tokens",
+    *(name for name in BOUNDS if name != "penalty_window"),  # which is repeat_last_n
+    "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "allowed_token_ids",
+    "bad_words", "repeat_penalty", "repeat_last_n", "logprob_token_ids", "add_special_tokens",
     "skip_special_tokens", "return_tokens_as_token_ids", "cache_salt", "reasoning_effort",
     "thinking_token_budget", "thinking_budget", "reasoning_budget", "verbosity", "response_format",
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",

@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from pdserve.gateway.choice import Delta
 from pdserve.gateway.mcp.offer import OfferedTool, ToolResult, with_offered
 from pdserve.gateway.mcp.servers import McpServers
 from pdserve.gateway.prepared_completion import PreparedCompletion, Run, Usage
@@ -22,6 +21,7 @@ from pdserve.services.common.errors import ServiceError
 from pdserve.text import (
     ChatCompletionRequest,
     ContentPart,
+    Delta,
     TextPart,
     ToolCallPart,
     reasoning_of,

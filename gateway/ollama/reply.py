@@ -13,7 +13,6 @@ from typing import Any
 from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.completion import HeldLogprobs
 from pdserve.gateway.http.api import JsonList, JsonPieces, object_json
 from pdserve.gateway.metrics import RequestSnapshot
@@ -26,6 +25,8 @@ from pdserve.protos.common_pb2 import ModelCard
 from pdserve.text import (
     ChatCompletionRequest,
     ContentPart,
+    Delta,
+    ScoredToken,
     TextCompletionRequest,
     ToolCallPart,
     arguments_object,

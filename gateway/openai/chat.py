@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.choice import Delta, only_text
 from pdserve.gateway.http.api import JsonPieces, array_json, object_json
 from pdserve.gateway.http.responses import DirectWrite
 from pdserve.gateway.openai import objects
@@ -24,8 +23,10 @@ from pdserve.gateway.service import Service
 from pdserve.text import (
     ChatCompletionRequest,
     ContentPart,
+    Delta,
     ToolCallPart,
     calls_of,
+    only_text,
     reasoning_of,
     text_of,
 )

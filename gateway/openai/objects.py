@@ -10,7 +10,7 @@ from typing import Any
 from pydantic_core import to_json
 from starlette.requests import Request
 
-from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken, scored
+from pdserve.engine.api import TokenLogprob
 from pdserve.gateway.http.api import (
     AT_ONCE,
     ErrorFormat,
@@ -25,7 +25,7 @@ from pdserve.gateway.http.responses import DirectWrite
 from pdserve.gateway.openai.request_models import Sampling
 from pdserve.gateway.prepared_completion import PreparedCompletion, Prompt, Usage
 from pdserve.gateway.sampling import MAX_LOGPROBS, refuse
-from pdserve.protos.common_pb2 import TokenLogprob
+from pdserve.text import Delta, LogprobEntry, ScoredToken, scored
 from pdserve.text.tokenizer import Vocabulary
 
 CONTEXT_CODE = "context_length_exceeded"

@@ -4,7 +4,6 @@ The message of a ServiceError is public text. Internal detail goes to the log, n
 """
 
 import math
-import re
 from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
@@ -75,23 +74,6 @@ def _sent_bytes(character: str) -> int:
 
 def _length_note(text: str) -> str:
     return f"... ({len(text)} characters)"
-
-
-# The text of `context_exceeded`, which workers send too. Groups: context, prompt and completion, in
-# tokens.
-CONTEXT_EXCEEDED = re.compile(
-    r"maximum context length is (\d+) tokens\..* \((\d+) in the \w+, (\d+) in the completion"
-)
-
-
-def context_exceeded(context_len: int, prompt_len: int, max_tokens: int, prompt_name: str) -> str:
-    """The error text for a prompt and completion that exceed the context, in OpenAI's words, which
-    clients parse. `prompt_name`: the client's name for the prompt."""
-    return (
-        f"This model's maximum context length is {context_len} tokens. However, you requested "
-        f"{prompt_len + max_tokens} tokens ({prompt_len} in the {prompt_name}, {max_tokens} in the "
-        f"completion). Please reduce the length of the {prompt_name} or completion."
-    )
 
 
 def quoted(text: str) -> str:

@@ -10,6 +10,7 @@ from pdserve.gateway.http.api import HttpLimits
 from pdserve.gateway.main import make_text_limits
 from pdserve.gateway.metrics import GatewayMetrics
 from pdserve.gateway.router_client import RouterClient
+from pdserve.gateway.service import Records, ServiceOptions
 from pdserve.protos.ext_proc_pb2_grpc import add_ExternalProcessorServicer_to_server
 from pdserve.services.common import lifecycle
 from pdserve.services.common.auth.access import make_access, make_tls
@@ -68,12 +69,13 @@ class PickerProcess:
             self._text_pool,
             AdmissionLimits(1, 1),  # no request is run
             rates,
-            GatewayMetrics(),
-            time.monotonic,
-            limit_s,
-            limit_s,
-            settings.template_kwargs,
-            ParserChoice(settings.tool_parser, settings.reasoning_parser),
+            Records(GatewayMetrics(), time.monotonic),
+            ServiceOptions(
+                limit_s,
+                limit_s,
+                settings.template_kwargs,
+                ParserChoice(settings.tool_parser, settings.reasoning_parser),
+            ),
         )
         max_body_bytes, max_bodies_bytes = settings.max_body_bytes, settings.max_bodies_bytes
         self._prompts = PromptReader(

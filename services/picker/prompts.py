@@ -46,11 +46,8 @@ class PromptService(Service):
         self, request: ChatCompletionRequest | TextCompletionRequest, caller: Caller
     ) -> AsyncIterator[PreparedCompletion]:
         model = await self.catalog.get(request.model)
-        owner = caller.tenant.id
-        if isinstance(request, ChatCompletionRequest):
-            prompt = await self._chat_prompt(request, model, owner)
-        else:
-            prompt = (await self._prompts(request, model, owner))[0]
+        self.check(request, model)
+        prompt = (await self.prompt_tokens(request, model, caller.tenant.id))[0]
         raise _end(model, prompt.ids, request.cache_salt, caller)
         yield
 

@@ -12,13 +12,14 @@ from typing import Any
 
 import grpc.aio
 
+from pdserve.engine.api import context_exceeded
 from pdserve.engine.kv import decode_spec
 from pdserve.protos import common_pb2, fleet_pb2, fleet_pb2_grpc, router_pb2_grpc
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.services.common.auth.access import Access
 from pdserve.services.common.auth.certificates import Role
-from pdserve.services.common.errors import ServiceError, abort, context_exceeded
+from pdserve.services.common.errors import ServiceError, abort
 from pdserve.services.common.fairness import FairShare
 from pdserve.services.common.rate_limits import RateLimits
 from pdserve.services.common.rpc import (

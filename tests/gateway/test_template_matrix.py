@@ -161,7 +161,7 @@ class ServedTemplate:
     @property
     def rendered(self) -> Rendered:
         """The last prompt."""
-        rendered: Rendered = self.loaded.processes.rendered  # type: ignore[attr-defined]
+        rendered: Rendered = self.loaded.workers.rendered  # type: ignore[attr-defined]
         return rendered
 
     async def prompt(self, api: Api, given: Conversation) -> Rendered | None:

@@ -5,15 +5,15 @@ import pytest
 from pdserve import InvalidRequest, SamplingParams, StructuredOutputsParams
 
 WRONG = [
-    ("temperature", -1, "must be from 0 to 100, not -1"),
+    ("temperature", -1, "must be from 0 to 2, not -1"),
     ("temperature", "hot", "must be a number, not 'hot'"),
-    ("temperature", float("nan"), "must be from 0 to 100, not nan"),
+    ("temperature", float("nan"), "must be from 0 to 2, not nan"),
     ("temperature", True, "must be a number, not True"),
-    ("top_p", 0, "must be above 0 and at most 1, not 0"),
+    ("top_p", -0.1, "must be from 0 to 1, not -0.1"),
     ("top_k", -2, "must be from -1 to"),
     ("penalty_window", -1, "must be from 0 to"),
     ("penalty_window", 2**31, "must be from 0 to"),
-    ("n", 0, "must be at least 1, not 0"),
+    ("n", 0, "must be from 1 to 128, not 0"),
     ("n", None, "must be a whole number, not None"),
     ("n", 1.5, "must be a whole number, not 1.5"),
     ("max_tokens", 0, "must be at least 1, not 0"),
@@ -21,8 +21,8 @@ WRONG = [
     ("logprobs", 21, "must be from 0 to 20, not 21"),
     ("seed", 2**64, "must be from"),
     ("thinking_token_budget", -1, "must be from 0"),
-    ("stop", ["a", ""], "contains an empty string"),
     ("stop", [1], "must be a string or a list of strings"),
+    ("logprob_token_ids", [1], "requires logprobs"),
     ("bad_words", 5, "must be a string or a list of strings, not 5"),
     ("stop_token_ids", "ab", "must be a list of token ids"),
     ("allowed_token_ids", [1, 2.5], "contains 2.5, which is not a token id"),
@@ -42,6 +42,20 @@ def test_an_invalid_value_is_named(subtests: pytest.Subtests) -> None:
             assert refused.value.param == name
 
 
+def test_texts_are_bounded(subtests: pytest.Subtests) -> None:
+    for name, limit in (("stop", 16), ("bad_words", 128)):
+        texts = {
+            "must have 1 to 256 characters": ([""], ["a", "a" * 257]),
+            f"^{name}: at most {limit} entries, not {limit + 1}$": (["a"] * (limit + 1),),
+        }
+        for why, values in texts.items():
+            for value in values:
+                with subtests.test(name=name, why=why):
+                    with pytest.raises(InvalidRequest, match=why) as refused:
+                        SamplingParams(**{name: value})
+                    assert refused.value.param == name
+
+
 def test_an_unknown_name_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=1)  # type: ignore[call-arg]
@@ -59,6 +73,4 @@ def test_a_structural_tag_is_accepted_with_its_schema_as_text_or_dict() -> None:
 
 def test_valid_values_are_accepted() -> None:
     SamplingParams(top_k=-1, seed=-5, stop="a", logit_bias={3: -1}, max_tokens=1, temperature=2)
-    SamplingParams(
-        seed=2**64 - 1, temperature=None, top_p=None, logprobs=None, logprob_token_ids=[1]
-    )
+    SamplingParams(seed=2**63 - 1, temperature=None, top_p=0, logprobs=0, logprob_token_ids=[1])

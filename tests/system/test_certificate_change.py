@@ -23,7 +23,8 @@ from systems.steady_load import Ask, Load, RawClient
 from pdserve.protos.common_pb2 import SamplingParams, Start
 from pdserve.protos.router_pb2 import GenerateRequest
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.common.auth import Role, TlsAccess
+from pdserve.services.common.auth.access import TlsAccess
+from pdserve.services.common.auth.certificates import Role
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 

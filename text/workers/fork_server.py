@@ -18,20 +18,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING
 
 from pdserve.services.common.errors import MAX_MESSAGE, MAX_QUOTED, cut
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.process import die_with, show_as
 from pdserve.text.errors import TextError, TooLong, UnsupportedTokenizer, least_tokens
-from pdserve.text.generation_config import GenerationDefaults
 from pdserve.text.messages import TemplateInput
-from pdserve.text.reasoning import reasoning_family_of
+from pdserve.text.model import TextModel
 from pdserve.text.request import Structure
-from pdserve.text.templates import Capabilities, ChatTemplate
+from pdserve.text.templates import Capabilities
 from pdserve.text.tokenizer import TextModelInfo, store_tokens
-from pdserve.text.tokenizer.tokenizer import Tokenizer
-from pdserve.text.tool_parsers import tool_family_of
 from pdserve.text.workers.messages import (
     FORK,
     LATE_SIGNAL,
@@ -47,101 +43,9 @@ from pdserve.text.workers.messages import (
     with_ids,
 )
 
-if TYPE_CHECKING:
-    from pdserve.text.structured_output.compiler import GrammarCompiler
-
 log = logging.getLogger(__name__)
 
 MAX_FILES = 256  # open files: a few, and one per worker
-
-
-class TextModel:
-    """The loaded tokenizer, chat template and generation defaults of a model."""
-
-    def __init__(self, model_info: TextModelInfo, files: dict[str, bytes]) -> None:
-        """Raises UnsupportedTokenizer if a file is unusable; BaseException if a Rust library
-        panics."""
-        self.tokenizer = Tokenizer(files["tokenizer"], model_info)
-        self.template: ChatTemplate | None = None
-        self._family = self.reasoning_parser = ""
-        if files["template"]:
-            try:
-                source = files["template"].decode()
-            except UnicodeDecodeError:
-                raise UnsupportedTokenizer("its chat template is not valid UTF-8") from None
-            self.template = ChatTemplate(source, self.tokenizer)
-            self._family = tool_family_of(source)
-            self.reasoning_parser = reasoning_family_of(source)
-        self.defaults = GenerationDefaults.from_json(files["generation"] or b"{}")
-        self._compiler: GrammarCompiler | None = None
-        self._grammar_error = ""
-
-    def probe(self, limits: WorkerLimits) -> None:
-        """Probe the template in a child under the limits of a prompt. A template that exceeds them
-        gets default capabilities, and its prompts fail."""
-        if self.template is None:
-            return
-        read_fd, write_fd = os.pipe()
-        with open(read_fd, "rb") as answer:
-            pid = os.fork()
-            if not pid:
-                try:
-                    _bound_memory(limits.prompt_bytes)
-                    _set_timer(RENDER_SIGNAL, limits.render_s)
-                    _set_timer(LATE_SIGNAL, min(limits.late_s, limits.load_s / 2))
-                    os.write(write_fd, json.dumps(asdict(self.template.capabilities)).encode())
-                finally:
-                    os._exit(0)
-            os.close(write_fd)
-            text = answer.read()
-            os.waitpid(pid, 0)
-        self.template.capabilities = Capabilities.decoded(text) if text else Capabilities()
-
-    @property
-    def tool_parser(self) -> str:
-        """The name of the template's tool family; empty if the template shows no tools."""
-        return self._family if self.template is not None and self.template.shows_tools else ""
-
-    @property
-    def has_loaded_grammars(self) -> bool:
-        return self._compiler is not None or self._grammar_error != ""
-
-    def load_grammars(self) -> None:
-        """Load the grammar compiler once: about 3 us and 2 KB per token of the vocabulary. Only the
-        worker that compiles grammars calls it."""
-        if self.has_loaded_grammars:
-            return
-        # Imports llguidance, which is slow.
-        from pdserve.text.structured_output.compiler import GrammarCompiler
-
-        try:
-            self._compiler = GrammarCompiler(self.tokenizer)
-        except MemoryError:
-            raise
-        except BaseException as error:  # the model can still write free text
-            self._grammar_error = (
-                f"this model does not support structured output: {cut(str(error), MAX_QUOTED)}"
-            )
-
-    def grammar(self, structure: Structure) -> str:
-        """Compile a structure. Raises TextError if it or the model is unsupported."""
-        self.load_grammars()
-        if self._compiler is None:
-            raise TextError(self._grammar_error, structure.param)
-        return self._compiler.compile(structure)
-
-    def description(self) -> WorkerMessage:
-        """Return the message from which the gateway builds LoadedTokenizer."""
-        tokens = map(self.tokenizer.token_name, range(self.tokenizer.model_info.vocab_size))
-        head = {
-            "decoder": self.tokenizer.decoder,
-            "special_ids": sorted(self.tokenizer.special.ids),
-            "has_template": self.template is not None,
-            "tool_parser": self.tool_parser,
-            "reasoning_parser": self.reasoning_parser,
-            "defaults": asdict(self.defaults),
-        }
-        return WorkerMessage(head, store_tokens(list(tokens)))
 
 
 def main() -> None:
@@ -156,6 +60,42 @@ def main() -> None:
         _serve(control, WorkerLimits(**json.loads(sys.argv[2])))
 
 
+def _probe(model: TextModel, limits: WorkerLimits) -> None:
+    """Probe the template in a child under the limits of a prompt. A template that exceeds them
+    gets default capabilities, and its prompts fail."""
+    if model.template is None:
+        return
+    read_fd, write_fd = os.pipe()
+    with open(read_fd, "rb") as answer:
+        pid = os.fork()
+        if not pid:
+            try:
+                _bound_memory(limits.prompt_bytes)
+                _set_timer(RENDER_SIGNAL, limits.render_s)
+                _set_timer(LATE_SIGNAL, min(limits.late_s, limits.load_s / 2))
+                os.write(write_fd, json.dumps(asdict(model.template.capabilities)).encode())
+            finally:
+                os._exit(0)
+        os.close(write_fd)
+        text = answer.read()
+        os.waitpid(pid, 0)
+    model.template.capabilities = Capabilities.decoded(text) if text else Capabilities()
+
+
+def _description(model: TextModel) -> WorkerMessage:
+    """Return the message from which the gateway builds LoadedTokenizer."""
+    tokens = map(model.tokenizer.token_name, range(model.tokenizer.model_info.vocab_size))
+    head = {
+        "decoder": model.tokenizer.decoder,
+        "special_ids": sorted(model.tokenizer.special.ids),
+        "has_template": model.template is not None,
+        "tool_parser": model.tool_parser,
+        "reasoning_parser": model.reasoning_parser,
+        "defaults": asdict(model.defaults),
+    }
+    return WorkerMessage(head, store_tokens(list(tokens)))
+
+
 def _serve(control: socket.socket, limits: WorkerLimits) -> None:
     """Load the model of the first message, then serve forks. Raises ConnectionError."""
     request = _receive(control)
@@ -168,8 +108,8 @@ def _serve(control: socket.socket, limits: WorkerLimits) -> None:
         _set_timer(LATE_SIGNAL, limits.load_s)
         files = dict(zip(request.head["files"], request.parts, strict=True))
         model = TextModel(TextModelInfo(**request.head["model_info"]), files)
-        model.probe(limits)
-        answer = model.description()
+        _probe(model, limits)
+        answer = _description(model)
         _set_timer(LATE_SIGNAL, 0)
     except UnsupportedTokenizer as error:
         answer = WorkerMessage({"error": cut(str(error), MAX_MESSAGE)})

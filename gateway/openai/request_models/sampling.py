@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import from_json
 
-from pdserve.engine.api import MAX_ENTRIES, MAX_STRUCTURE_CHARS
+from pdserve.engine.api import BOUNDS, MAX_ENTRIES, MAX_STRUCTURE_CHARS
 from pdserve.gateway.http.fields import REFUSED_FIELDS
 from pdserve.gateway.http.thinking import thinking_budget
 from pdserve.gateway.http.validation import ModelName, TokenLimit
@@ -243,11 +243,9 @@ class StructureFields(Body):
             raise refuse("constraint", f"constraint: {error}") from None
 
 
-# Fields with the same name in RequestedSampling.
-_SAME_NAMES = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "ignore_eos", "min_tokens", "n", "seed", "skip_special_tokens",
-)  # fmt: skip
+_CONVERTED = {"penalty_window", "logit_bias", "max_tokens", "logprobs", "prompt_logprobs"}
+# Fields with the same name and values in RequestedSampling.
+_SAME_NAMES = (*(BOUNDS.keys() - _CONVERTED), "ignore_eos", "skip_special_tokens")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids")
 # Names of one bound: vLLM; Qwen and SGLang; llama.cpp.

@@ -9,12 +9,19 @@ from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
-from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.http.api import JsonList, JsonPieces, array_json, object_json
 from pdserve.gateway.openai.objects import token_logprobs
 from pdserve.gateway.openai.request_models.tools import CustomInput
 from pdserve.gateway.openai.responses.tools import OfferedTool
-from pdserve.text import ContentPart, ReasoningPart, TextPart, Tool, ToolCallPart
+from pdserve.text import (
+    ContentPart,
+    Delta,
+    ReasoningPart,
+    ScoredToken,
+    TextPart,
+    Tool,
+    ToolCallPart,
+)
 
 Event = dict[str, Any]
 _SUMMARY = "response.reasoning_summary"  # prefix of the names of a summary's events

@@ -7,7 +7,7 @@ from builders.random_parts import random_answer, said
 from pydantic_core import from_json
 
 from pdserve.gateway.anthropic.api import MessageContent
-from pdserve.gateway.choice import Delta
+from pdserve.text import Delta
 
 KINDS = {"text": "TextPart", "thinking": "ReasoningPart"}
 

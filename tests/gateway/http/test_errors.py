@@ -13,8 +13,8 @@ from fakes.tool_model import TEMPLATE, ToolModel
 from oracles.http_errors import CHAT, HI, JSON, LARGE, PLAIN, check
 from systems.tokenizer_pools import Pool
 
+from pdserve.engine.api import context_exceeded
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.common.errors import context_exceeded
 
 pytestmark = pytest.mark.anyio
 

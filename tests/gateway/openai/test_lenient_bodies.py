@@ -189,12 +189,10 @@ async def test_neutral_samplers_and_other_names(make_http, subtests):
             assert reply.status_code == 200, reply.text
             plain, told = (start.params for start in router.starts)
             assert told.repetition_penalty == 1.0
-            told.ClearField("repetition_penalty")
             assert told == plain
             neutral["repeat_last_n"] = 64
             reply = await client.post(url, json=body | neutral)
             assert reply.status_code == 200, reply.text
-            router.starts[-1].params.ClearField("repetition_penalty")
             assert router.starts[-1].params == plain
             more = {"repeat_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 1.0}
             for last, wanted in (

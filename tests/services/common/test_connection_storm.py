@@ -11,7 +11,8 @@ import grpc
 import pytest
 from systems.single_processes import SingleProcesses, files_of, replace_file, trusted
 
-from pdserve.services.common.auth import Identity, Role, TlsAccess, issue
+from pdserve.services.common.auth.access import TlsAccess
+from pdserve.services.common.auth.certificates import Identity, Role, issue
 from pdserve.services.common.process import GRPC_POLLER
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]

@@ -20,6 +20,7 @@ from pdserve.gateway.ollama import OllamaApi
 from pdserve.gateway.openai import OpenAiApi
 from pdserve.gateway.readiness import Readiness
 from pdserve.gateway.rerank import RerankApi
+from pdserve.gateway.service import Records, ServiceOptions
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.common.rate_limits import RateLimits, RateSettings
 from pdserve.services.common.tenants import EVERYBODY, ApiKeys, Tenant
@@ -80,11 +81,8 @@ def reader(of: FakeRouter, kind: type[PromptService] = PromptService) -> PromptR
         InProcessPool(),  # type: ignore[arg-type]
         AdmissionLimits(1, 1),
         RateLimits(RateSettings()),
-        GatewayMetrics(),
-        asyncio.get_running_loop().time,
-        1.0,
-        1.0,
-        GatewaySettings().template_kwargs,
+        Records(GatewayMetrics(), asyncio.get_running_loop().time),
+        ServiceOptions(1.0, 1.0, GatewaySettings().template_kwargs),
     )
     return PromptReader(service, LIMITS)
 

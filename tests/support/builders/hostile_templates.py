@@ -16,9 +16,10 @@ from fakes.router import tokenizer_json
 
 from pdserve.services.common.process import die_with
 from pdserve.text import UnsupportedTokenizer
+from pdserve.text.model import TextModel
 from pdserve.text.tokenizer import TextModelInfo
 from pdserve.text.workers import WorkerLimits
-from pdserve.text.workers.fork_server import TextModel, work
+from pdserve.text.workers.fork_server import work
 from pdserve.text.workers.messages import SIZE_BYTES, WorkerMessage, head_of, pack, size_of
 
 DOUBLED = (

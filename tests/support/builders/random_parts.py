@@ -3,8 +3,7 @@
 import json
 import random
 
-from pdserve.gateway.choice import Delta
-from pdserve.text import ContentPart, ReasoningPart, TextPart, ToolCallPart
+from pdserve.text import ContentPart, Delta, ReasoningPart, TextPart, ToolCallPart
 
 PIECES = ("", "a", '"b": 1', "é\n", ", ", "}", "<x>")
 FINISHES = ("stop", "length", "tool_calls")

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdserve.text import Structure, TemplateInput, UnsupportedTokenizer
+from pdserve.text.model import TextModel
 from pdserve.text.tokenizer import TextModelInfo
 from pdserve.text.tokenizer.tokenizer import Rendered
 from pdserve.text.workers import LoadedTokenizer
-from pdserve.text.workers.fork_server import TextModel
 
 
 class InProcessText:

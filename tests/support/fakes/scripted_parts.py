@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.choice import Delta
 from pdserve.gateway.prepared_completion import PreparedCompletion, Usage
 from pdserve.gateway.service import Service
-from pdserve.text import ContentPart, ReasoningPart, TextPart, ToolCallPart
+from pdserve.text import ContentPart, Delta, ReasoningPart, TextPart, ToolCallPart
 
 CACHED = 3  # tokens of each prompt
 

@@ -7,8 +7,8 @@ from typing import Any
 from fakes.in_process_text import InProcessPool
 from fakes.router import FakeRouter
 from pdserve.gateway.admission import AdmissionLimits
-from pdserve.gateway.metrics import CountUsage, GatewayMetrics, uncounted
-from pdserve.gateway.service import ServerTools, Service
+from pdserve.gateway.metrics import CountUsage, GatewayMetrics, GatewayProcesses, uncounted
+from pdserve.gateway.service import Records, ServerTools, Service, ServiceOptions
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.common.rate_limits import RateLimits, RateSettings
 from pdserve.services.common.tracing import NO_TRACER, Tracer
@@ -27,6 +27,7 @@ def scripted_service(
     clock: Callable[[], float] | None = None,
     timeout_s: float = 600.0,
     tracer: Tracer = NO_TRACER,
+    processes: GatewayProcesses | None = None,
     **options: Any,
 ) -> Service:
     """Return a service; call it within a running loop."""
@@ -35,14 +36,19 @@ def scripted_service(
         text_pool or InProcessPool(),
         limits or AdmissionLimits(64, 32),
         rates or RateLimits(RateSettings()),
-        GatewayMetrics(),
-        clock or asyncio.get_running_loop().time,
-        timeout_s=timeout_s,
-        queue_timeout_s=60.0,
-        template_kwargs=template_kwargs,
-        parsers=parsers,
-        count_usage=count_usage,
-        server_tools=server_tools,
-        tracer=tracer,
-        **options,
+        Records(
+            GatewayMetrics(),
+            clock or asyncio.get_running_loop().time,
+            count_usage,
+            tracer,
+            processes or GatewayProcesses(),
+        ),
+        ServiceOptions(
+            timeout_s,
+            queue_timeout_s=60.0,
+            template_kwargs=template_kwargs,
+            parsers=parsers or ParserChoice(),
+            server_tools=server_tools,
+            **options,
+        ),
     )

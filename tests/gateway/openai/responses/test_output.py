@@ -6,10 +6,9 @@ from typing import Any
 
 from builders.random_parts import random_answer, said
 
-from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken
 from pdserve.gateway.http.api import object_json
 from pdserve.gateway.openai.responses.output import ResponseOutput
-from pdserve.text import ContentPart, ReasoningPart, TextPart
+from pdserve.text import ContentPart, Delta, LogprobEntry, ReasoningPart, ScoredToken, TextPart
 
 KINDS = {"message": "TextPart", "reasoning": "ReasoningPart"}
 
