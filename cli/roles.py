@@ -81,7 +81,8 @@ def _worker(settings: Settings, cls: "type[WorkerSettings]", role: Role) -> int:
         raise OptionError(
             "--encrypt-kv requires certificates, because its keys are sent between the processes"
         )
-    run = resolve_name(f"pdserve.services.{role}:run")  # imports torch, after limit_threads
+    # Imports torch, and so comes after limit_threads.
+    run = resolve_name(f"pdserve.services.{role}.servicer:run")
     return guarded(lambda: run(role_settings, settings.build(EngineConfig)))
 
 

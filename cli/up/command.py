@@ -48,8 +48,8 @@ ENTRIES = {
     "router": "pdserve.services.router.main:run",
     "gateway": "pdserve.gateway.main:run",
     "gateway worker": gateway_workers.ENTRY,
-    "prefill": "pdserve.services.prefill:run",
-    "decode": "pdserve.services.decode:run",
+    "prefill": "pdserve.services.prefill.servicer:run",
+    "decode": "pdserve.services.decode.servicer:run",
 }
 # These share most imports. The gateway shares few; it imports its modules in parallel.
 PRELOAD = tuple(ENTRIES[role].partition(":")[0] for role in ("router", "prefill", "decode"))

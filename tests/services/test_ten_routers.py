@@ -15,13 +15,13 @@ from systems.eventually import eventually
 from systems.worker_kit import build_with, engine_maker, expected, prompt, start_worker
 
 from pdserve.engine.api import EngineConfig
-from pdserve.engine.handoff.protocol import Promises
+from pdserve.engine.handoff.incoming import Promises
 from pdserve.gateway.router_client import RouterClient
 from pdserve.gateway.router_client import client as client_module
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.common.discovery import discovery
-from pdserve.services.decode.main import DecodeRole
-from pdserve.services.prefill.main import PrefillRole
+from pdserve.services.common import discovery
+from pdserve.services.decode.servicer import DecodeRole
+from pdserve.services.prefill.servicer import PrefillRole
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.settings import RouterSettings
 from pdserve.services.worker.process import WorkerProcess
