@@ -210,8 +210,8 @@ class Fronts:
         reply = self._http.post(path, json=body)
         if reply.status_code != 200:
             assert reply.status_code == 400, reply.text
-            message = str(reply.json()["error"]["message"])
-            return message.removesuffix(" (context_length_exceeded)")  # for clients that read it
+            refusal = str(reply.json()["error"]["message"])
+            return refusal.removesuffix(" (context_length_exceeded)")  # for clients that read it
         answer: Answer = []
         for choice in reply.json()["choices"]:
             message = choice.get("message", {})
