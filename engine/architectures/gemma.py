@@ -67,6 +67,8 @@ def _standard(hf: HfConfig, **overrides: Any) -> ModelConfig:
 
 
 def parse_gemma(hf: HfConfig) -> ModelConfig:
+    """Gemma 1: Llama with scaled embeddings, norms of 1 + weight and a GELU gate
+    (arXiv:2403.08295)."""
     # Releases state "gelu" as `hidden_act` but were trained with its tanh approximation.
     if not hf.get("hidden_activation") and hf.get("hidden_act") not in (None, "gelu"):
         hf = {**hf, "hidden_activation": hf["hidden_act"]}
@@ -77,6 +79,8 @@ GEMMA = ModelSpec(("GemmaForCausalLM",), parse_gemma, GgufMapping("gemma", norm_
 
 
 def parse_gemma2(hf: HfConfig) -> ModelConfig:
+    """Gemma 2: norms before and after each part, caps on scores and logits, a sliding window on
+    every other layer (arXiv:2408.00118)."""
     defaults = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     hf = {**defaults, **gemma_defaults(hf)}
     default = [n % 2 == 0 for n in range(num_layers(hf))]
@@ -109,6 +113,8 @@ GEMMA2 = ModelSpec(("Gemma2ForCausalLM",), parse_gemma2, GEMMA2_GGUF)
 
 
 def parse_gemma3(hf: HfConfig) -> ModelConfig:
+    """Gemma 3, text only: norms before and after each part, q and k norms, five sliding-window
+    layers per global layer, which has a separate rope (arXiv:2503.19786)."""
     if hf.get("attn_logit_softcapping") is not None:  # transformers reads it and never applies it
         raise UnsupportedModel("attn_logit_softcapping: Gemma 3 has no cap on attention scores")
     hf = gemma_defaults(hf)

@@ -33,6 +33,8 @@ def upper_windows(hf: HfConfig) -> Sequence[int]:
 
 
 def parse_dense(hf: HfConfig) -> ModelConfig:
+    """Qwen 2 and 2.5: Llama with biases on q, k and v, and an optional window on the upper
+    layers."""
     return standard(hf, qkv_bias=True, layers=plain_layers(hf, upper_windows(hf)))
 
 
@@ -40,6 +42,7 @@ QWEN2 = ModelSpec(("Qwen2ForCausalLM",), parse_dense, GgufMapping("qwen2"))
 
 
 def parse_moe(hf: HfConfig) -> ModelConfig:
+    """Qwen 1.5 and 2 with a mixture of experts and an always active expert (arXiv:2407.10671)."""
     window = sliding_window(hf, 4096) if hf.get("use_sliding_window") else 0
     last = integer(hf, "max_window_layers", 28, minimum=0)
     default = [n % 2 == 0 and n < last for n in range(num_layers(hf))]

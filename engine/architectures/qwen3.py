@@ -24,6 +24,8 @@ from pdserve.engine.models.hf_config import (
 
 
 def parse_dense(hf: HfConfig) -> ModelConfig:
+    """Qwen 3, dense: RMS norms over the heads of q and k, no biases by default
+    (arXiv:2505.09388)."""
     return with_windows(hf, upper_windows(hf))
 
 
@@ -44,6 +46,7 @@ QWEN3 = ModelSpec(("Qwen3ForCausalLM",), parse_dense, GgufMapping("qwen3"))
 
 
 def parse_moe(hf: HfConfig) -> ModelConfig:
+    """Qwen 3 with a mixture of experts (arXiv:2505.09388)."""
     mixture = MixtureOfExperts(
         num_experts(hf),
         integer(hf, "moe_intermediate_size"),

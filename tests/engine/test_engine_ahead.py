@@ -1,8 +1,6 @@
 """A step is launched before the tokens of the previous one are read. The events equal those of an
 engine without this, whatever happens to a request in between."""
 
-from collections.abc import Callable
-
 import pytest
 from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 from fakes.decoder import FakeDecoder, fake_spec, reference
@@ -81,18 +79,18 @@ def test_a_step_that_needs_the_last_token_waits_for_it(options: dict[str, float]
     assert sampling.ahead == 0
 
 
-@pytest.mark.parametrize("how", ["park", "hold"])
-def test_a_request_that_leaves_the_batch_gets_no_token_of_a_step_in_flight(how: str) -> None:
+@pytest.mark.parametrize(("leave", "come_back"), [("park", "unpark"), ("freeze", "resume")])
+def test_a_request_that_leaves_the_batch_gets_no_token_of_a_step_in_flight(
+    leave: str, come_back: str
+) -> None:
     engine, _ = ahead_engine()
     engine.submit(ask("r", range(5), max_tokens=12))
     events = stepped(engine, 4)
     assert engine.ahead is not None
-    leave: Callable[[str], object] = getattr(engine, how)
-    assert leave("r")
+    assert getattr(engine, leave)("r")
     events += stepped(engine, 1)  # the step in flight
     assert tokens(events)["r", 0] == greedy(12)[:4]
-    back: Callable[[str], bool] = getattr(engine, f"un{how}")
-    assert back("r")
+    assert getattr(engine, come_back)("r")
     assert tokens(events + run(engine))["r", 0] == greedy(12)
     assert_at_rest(engine)
 

@@ -104,7 +104,7 @@ async def test_a_pick_comes_from_a_router_that_knows_a_worker_there(
     for router in system.routers.values():
         known = router.core.fleet.get(boot)
         if known is not None:
-            known.hello.address = f"{host}:{known.hello.address.rpartition(':')[2]}"
+            known.address = f"{host}:{known.address.rpartition(':')[2]}"
     model = name.partition("-")[0]
     for number in range(6):  # of several conversations
         asked = PickRequest(model=model, prompt_ids=[number] * 8, hosts=[host])

@@ -69,7 +69,7 @@ def test_every_listener_is_in_a_table(system: WholeSystem) -> None:
         assert listening(system.parent(role)) == known[role] | named, role
 
 
-@shows("KV port (`--data-bind`)", "whoever has the ticket of a hand-off")
+@shows("KV port (`--data-bind`)", "the worker with the ticket of a hand-off")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_without_a_ticket_no_claim_is_granted(system: WholeSystem, transport: str) -> None:
     """The client knows everything that a worker says about itself, and even a ticket's id."""

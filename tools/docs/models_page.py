@@ -7,7 +7,9 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
 
+from pdserve.engine import architectures
 from pdserve.engine.architectures import known_specs
 from pdserve.engine.checkpoints.quantization import QuantizationMethod, methods
 from pdserve.engine.models import ModelSpec
@@ -101,12 +103,18 @@ def _architectures() -> Iterator[tuple[str, ...]]:
         if "MixtralForCausalLM" in spec.architectures:
             gguf = "`llama`"
         names = ", ".join(f"`{name}`" for name in spec.architectures)
-        yield names, gguf, _summary(sys.modules[module]), f"{module.rpartition('.')[2]}.py"
+        summary = _summary(spec.parse if spec.parse.__doc__ else module)
+        if "ForConditionalGeneration" in names:
+            summary = "with a vision tower, of which only the text part is served"
+        yield names, gguf, summary, f"{module.__name__.rpartition('.')[2]}.py"
 
 
-def _module_of(spec: ModelSpec) -> str:
-    modules = (name for name in sys.modules if name.startswith("pdserve.engine.architectures."))
-    return next(name for name in modules if getattr(sys.modules[name], "SPEC", None) is spec)
+def _module_of(spec: ModelSpec) -> ModuleType:
+    """Return the module of engine/architectures that has the spec."""
+    modules = (
+        sys.modules[name] for name in sys.modules if name.startswith(f"{architectures.__name__}.")
+    )
+    return next(one for one in modules if any(value is spec for value in vars(one).values()))
 
 
 def _methods() -> Iterator[tuple[str, ...]]:
@@ -120,9 +128,9 @@ def _methods() -> Iterator[tuple[str, ...]]:
         yield quoted, _summary(module), f"{module.__name__.rpartition('.')[2]}.py"
 
 
-def _summary(module: object) -> str:
-    """Return the first sentence of a module's docstring."""
-    text = " ".join((inspect.getdoc(module) or "").partition("\n\n")[0].split())
+def _summary(described: object) -> str:
+    """Return the first sentence of a docstring."""
+    text = " ".join((inspect.getdoc(described) or "").partition("\n\n")[0].split())
     return re.split(r"(?<=[a-z\)])\. ", text)[0].rstrip(".")
 
 

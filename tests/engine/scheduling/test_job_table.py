@@ -237,5 +237,5 @@ def test_only_the_job_table_changes_block_tables() -> None:
                 and name.startswith(("scheduling/", "engine.py"))
             ):
                 assert node.attr in READING, f"{name} calls {node.attr}"
-    assert pools == {"kv/__init__.py", "scheduling/block_tables.py"}
+    assert pools == {"scheduling/block_tables.py"}
     assert tables == {"scheduling/job_table.py", "engine.py"}

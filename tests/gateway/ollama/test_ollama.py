@@ -483,8 +483,8 @@ async def test_a_long_text_is_truncated_unless_refused(make_http):
 
 
 def test_a_truncated_text_keeps_its_eos() -> None:
-    card = SimpleNamespace(eos_ids=(9,), bos_id=None)
-    text = SimpleNamespace(vocabulary=SimpleNamespace(card=card))
+    info = SimpleNamespace(eos_ids=(9,), bos_id=None)
+    text = SimpleNamespace(vocabulary=SimpleNamespace(model_info=info))
     model: Any = SimpleNamespace(card=SimpleNamespace(context_len=8), text=text)
     for ids, kept in (
         ([1, 2, 3, 4, 9], [1, 2, 9]),

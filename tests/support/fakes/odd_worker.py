@@ -21,8 +21,8 @@ from systems.worker_kit import CARD
 from fakes.decoder import FakeDecoder, fake_spec
 from pdserve.engine.api import EngineConfig
 from pdserve.engine.scheduling import StepMeter
-from pdserve.services import decode
 from pdserve.services.common import stall_detector
+from pdserve.services.decode.servicer import run
 from pdserve.services.worker import process
 from pdserve.services.worker.settings import DecodeSettings
 
@@ -69,7 +69,7 @@ def main() -> int:
         shm_dir=str(folder),
         drain_s=1.0,
     )
-    return decode.run(settings, EngineConfig())
+    return run(settings, EngineConfig())
 
 
 if __name__ == "__main__":
