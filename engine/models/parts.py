@@ -6,7 +6,7 @@ sum. To add a kind, subclass `Part` and write what computes it (engine/models/to
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from pdserve.engine.models.rope import RopeConfig
@@ -38,7 +38,8 @@ class Part:
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Return the tensors of all fields, in the order in which they are loaded."""
-        return tuple(tensor for name in self.__slots__ for tensor in _tensors(getattr(self, name)))
+        values = (getattr(self, item.name) for item in fields(self))
+        return tuple(tensor for value in values for tensor in _tensors(value))
 
 
 def _tensors(value: object) -> Iterator[TensorSpec]:

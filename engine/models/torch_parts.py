@@ -210,7 +210,11 @@ def layer_norm(part: LayerNorm, setup: Setup) -> TorchPart:
 
 @computes(Gate)
 def gate(part: Gate, setup: Setup) -> TorchPart:
-    return lambda x, step: reference.gated(*x.chunk(2, dim=1), part.activation)
+    def gated(x: Tensor, step: LayerStep) -> Tensor:
+        gate, up = x.chunk(2, dim=1)
+        return reference.gated(gate, up, part.activation)
+
+    return gated
 
 
 @computes(Activate)

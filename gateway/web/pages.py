@@ -69,7 +69,7 @@ def add_pages(app: FastAPI, root_path: str) -> list[str]:
     def file(name: str) -> _Asset:
         """Return a file, which is read once, on its first request."""
         if name not in cache:
-            cache[name] = _read(name, assets_by_name[name], base)
+            cache[name] = _read_asset(name, assets_by_name[name], base)
         return cache[name]
 
     for path, name in PAGES.items():
@@ -98,7 +98,7 @@ def _name(file: Traversable) -> str:
     return file.name.removesuffix(".gz")
 
 
-def _read(name: str, file: Traversable, base: bytes) -> _Asset:
+def _read_asset(name: str, file: Traversable, base: bytes) -> _Asset:
     content = file.read_bytes()
     packed = content
     if not file.name.endswith(".gz"):
@@ -234,7 +234,7 @@ def add_fleet(app: FastAPI, service: Service) -> None:
             error = failed.message
         else:
             workers = [_fleet_worker(worker) for worker in view.workers]
-            counters = _read(FleetCounters, view)
+            counters = _copy_fields(FleetCounters, view)
         others = await service.processes.query("requests", tenant)
         all_shown = [requests_of_process(tenant), *map(RequestsShown.model_validate_json, others)]
         open_requests = sorted(
@@ -275,7 +275,7 @@ class _LatestView:
             return self._view
 
 
-def _read(kind: type[M], source: object, **fields: Any) -> M:
+def _copy_fields(kind: type[M], source: object, **fields: Any) -> M:
     """Return a model with these fields, and the others from attributes of the same names."""
     names = kind.model_fields.keys() - fields.keys()
     return kind(**fields, **{name: getattr(source, name) for name in names})
@@ -284,7 +284,7 @@ def _read(kind: type[M], source: object, **fields: Any) -> M:
 def _fleet_worker(view: WorkerView) -> FleetWorker:
     hello, load = view.hello, view.load
     blocks = {name: getattr(load, f"blocks_{name}") for name in FleetBlocks.model_fields}
-    return _read(
+    return _copy_fields(
         FleetWorker,
         load,
         boot=hello.boot.hex(),
@@ -300,7 +300,7 @@ def _fleet_worker(view: WorkerView) -> FleetWorker:
 def _fleet_request(state: RequestSnapshot, now: float) -> FleetRequest:
     phases = state.phases
     arrived_s = now - state.arrived
-    return _read(
+    return _copy_fields(
         FleetRequest,
         state,
         id=state.request_id,
