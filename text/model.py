@@ -19,7 +19,7 @@ MAX_REASON = 200  # characters of the reason why a model supports no grammars
 
 
 class TextModel:
-    """The loaded tokenizer, template and generation config of a model."""
+    """The loaded tokenizer, chat template and generation defaults of a model."""
 
     def __init__(self, model_info: TextModelInfo, files: dict[str, bytes]) -> None:
         """Raises UnsupportedTokenizer if a file is unusable; BaseException if a Rust library

@@ -80,6 +80,9 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"messages": GIVEN["continue_final_message"]["messages"]},
     ),
     "max_tokens": ({"max_tokens": 5}, {"max_tokens": 6}),
+    "repeat_last_n": (
+        {"repetition_penalty": 1.1, "repeat_last_n": 0}, {"repetition_penalty": 1.1}
+    ),
     "skip_special_tokens": ({"skip_special_tokens": False}, {}),
     "include_stop_str_in_output": (
         {"stop": "world", "include_stop_str_in_output": True}, {"stop": "world"}
