@@ -16,7 +16,7 @@ from fakes.tool_model import THINKING, calls
 from oracles.http_errors import CHAT, HI, LARGE, PLAIN
 from systems.served_gateway import every_kind
 
-from pdserve.gateway import completion
+from pdserve.text import sampling
 
 pytestmark = pytest.mark.anyio
 PATHS = (CHAT, PLAIN, RESPONSES, MESSAGES)
@@ -224,7 +224,7 @@ async def test_each_served_field_has_an_effect(make_http, monkeypatch, path):
     router.play = saying(ANSWER)
     router.blobs[router.cards[0].template_digest] = TEMPLATE.encode()
     client: httpx.AsyncClient = make_http(router, responses=MemoryStore(), bounds=LARGE)
-    monkeypatch.setattr(completion.secrets, "randbits", lambda bits: 5)
+    monkeypatch.setattr(sampling.secrets, "randbits", lambda bits: 5)
     kept = (await client.post(RESPONSES, json=LEAST[RESPONSES])).json()["id"]
     monkeypatch.setitem(GIVEN, "previous_response_id", {"previous_response_id": kept})
 
