@@ -59,7 +59,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "enable_thinking": {"enable_thinking": False},
     "think": {"think": "low"},
     "repeat_penalty": {"repeat_penalty": 1.1},
-    "repeat_last_n": {"repeat_last_n": 0},
+    "repeat_last_n": {"presence_penalty": 1.0, "repeat_last_n": 0},
     "allowed_token_ids": {"allowed_token_ids": [3]},
     "bad_words": {"bad_words": ["x"]},
     "logprob_token_ids": {"logprobs": True, "logprob_token_ids": [3]},
