@@ -116,7 +116,8 @@ class Service:
         self.requests = RequestLog()
         self.clock = records.clock
         self.processes = records.processes
-        self._records = records
+        self.tracer = records.tracer
+        self._count_usage = records.count_usage
         self._options = options
 
     @asynccontextmanager
@@ -211,10 +212,10 @@ class Service:
     async def _open(self, caller: Caller) -> AsyncIterator[tuple[AdmittedRequest, RequestMetrics]]:
         """Count a request in the limits, and log its line at the end."""
         began = self.clock() if caller.received is None else caller.received
-        span = self._records.tracer.begin("request", caller.trace, began, entry=True)
+        span = self.tracer.begin("request", caller.trace, began, entry=True)
         if span.context.span_id not in ("", caller.trace.span_id):  # not the client's own
             caller.headers["traceparent"] = span.context.parent
-        meter = RequestMetrics(self.metrics, caller, self.clock, self._records.count_usage, span)
+        meter = RequestMetrics(self.metrics, caller, self.clock, self._count_usage, span)
         owner = caller.tenant.id
         error: BaseException | None = None
         try:
