@@ -95,7 +95,7 @@ def _tool(tool: Any, param: str) -> Tool:
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         expected_name = "1 to 128 letters, digits, _, . or -"
-        raise _refused(param, f"{param}.function.name must have {expected_name}, not {name!r:.80}")
+        raise _refused(param, f"{param}.function.name must be {expected_name}, not {name!r:.80}")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise _refused(param, f"{param}.function.parameters must be a JSON schema")
     description = function.get("description") or ""

@@ -116,8 +116,10 @@ class SamplingParams(ClientParams):
 
     def requested(self) -> RequestedSampling:
         """Return the params in the form that all APIs share."""
+        params = {item.name: getattr(self, item.name) for item in fields(ClientParams)}
+        params["logit_bias"] = dict(self.logit_bias)  # the caller may change its own
         return RequestedSampling(
-            **{item.name: getattr(self, item.name) for item in fields(ClientParams)},
+            **params,
             stop=_texts(self.stop, "stop"),
             seed=self.seed,
             include_stop=self.include_stop_str_in_output,

@@ -58,9 +58,9 @@ class TextModel:
 
         try:
             self._compiler = GrammarCompiler(self.tokenizer)
-        except MemoryError:
+        except (MemoryError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the model can still write free text
+        except BaseException as error:  # also a panic of llguidance; the model writes free text
             self._grammar_error = (
                 f"this model does not support structured output: {str(error)[:MAX_REASON]}"
             )

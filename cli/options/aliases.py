@@ -78,7 +78,7 @@ def _device(command: str, value: str) -> list[str]:
         return ["--device", "cpu" if value == "cpu" else "cuda"]
     if value.isdecimal():
         raise OptionError(
-            f"--d {value}: to use this GPU, set CUDA_VISIBLE_DEVICES={value} and use --d 0"
+            f"--d {value}: to use GPU {value}, set CUDA_VISIBLE_DEVICES={value} and pass --d 0"
         )
     raise OptionError(
         f"--d {value}: a worker runs on one device, cpu or 0; for several GPUs, start one worker "

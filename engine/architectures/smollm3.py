@@ -28,7 +28,7 @@ def has_rope(hf: HfConfig) -> list[bool]:
         or any(flag not in (0, 1) for flag in flags)
     ):
         raise UnsupportedModel(
-            f"config field no_rope_layers={flags!r}: expected {count} values of 0 or 1"
+            f"config field no_rope_layers={flags!r}: expected at least {count} values, each 0 or 1"
         )
     return [bool(flag) for flag in flags[:count]]
 

@@ -74,10 +74,10 @@ UNUSED_PREFIXES = tuple(
 def text_of(
     architecture: str, spec: ModelSpec, model_type: str, defaults: Mapping[str, Any]
 ) -> ModelSpec:
-    """Return the spec of `architecture`, whose text model is that of `spec`.
+    """Return the spec of `architecture`, a multimodal model of which only the text model is used.
 
-    `text_config` must state `model_type`; `defaults` are the fields that it may omit, with
-    transformers' values.
+    `spec` parses its `text_config`, which must state `model_type`; `defaults` are transformers'
+    values of the fields that `text_config` may omit.
     """
 
     def parse(hf: HfConfig) -> ModelConfig:

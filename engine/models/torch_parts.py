@@ -117,7 +117,7 @@ class LayerStep:
 
 
 class TorchPart(Protocol):
-    """A part, ready to run."""
+    """A part of a layer (engine/models/parts.py) with its weights, ready to run on torch."""
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
         """Map x [tokens, ...] to the part's result; it may change x."""

@@ -46,7 +46,7 @@ class Scheduler:
         self._fairness.refuse(refused)
 
     def evict(self, events: list[Event]) -> bool:
-        """End one parked request for its blocks; return False if none has any."""
+        """End one parked request to free its blocks. Returns False if none has any."""
         job = self._jobs.evict()
         if job is not None:
             events.append(Evicted(job.key))

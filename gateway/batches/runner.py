@@ -149,7 +149,8 @@ class BatchRunner:
                 running.run.stopping.set()
 
     async def _claim(self, send: SendLine) -> None:
-        """Claim batches. Keys take turns: the next batch is of a key with the fewest runs here."""
+        """Claim batches. Keys take turns: the next batch belongs to a key with the fewest runs
+        in this process."""
         open_batches = await self._batches.leases()
         now, wall_now = asyncio.get_running_loop().time(), time()
         free = {lease.batch_id for lease in self._watch.free([o.lease for o in open_batches], now)}

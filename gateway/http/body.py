@@ -261,7 +261,9 @@ class FileForm:
         self._part.value += data[start:end]
         if len(self._part.value) > MAX_FIELD_BYTES:
             name = self._part.name
-            raise ServiceError(INVALID_ARGUMENT, f"{quoted(name)} is too long", param=name)
+            raise ServiceError(
+                INVALID_ARGUMENT, f"the value of {quoted(name)} is too long", param=name
+            )
 
     def _end_part(self) -> None:
         if self._part.name != FILE:

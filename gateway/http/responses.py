@@ -323,8 +323,7 @@ class EventStream(Response):
     async def _keep_alive(self, scope: Scope, send: Send) -> float:
         """Send the head, or a ping, if it is due. Returns the seconds until the next check.
 
-        Another task writes events. Meanwhile it waits for the next one, or for the client, which
-        then needs no ping.
+        Another task writes the events. No ping is sent while it waits for the client to take one.
         """
         if not self._begun:
             caller = scope.get("state", {}).get("caller")

@@ -1,4 +1,4 @@
-"""OpenAI's API: chats, completions, embeddings, models."""
+"""OpenAI's API: chats, responses, completions, embeddings, models, files and batches."""
 
 from pdserve.gateway.openai.api import OpenAiApi
 from pdserve.gateway.openai.embeddings import (

@@ -405,7 +405,7 @@ class ResponseCall(ResponseItem):
 
 
 class ResponseCustomCall(ResponseItem):
-    """A call of a custom tool of the client's."""
+    """A call of one of the client's custom tools."""
 
     type: Literal["custom_tool_call"]
     call_id: str

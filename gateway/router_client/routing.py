@@ -23,7 +23,8 @@ class Candidate(Protocol):
     address: str
 
     def load(self, now: float) -> float:
-        """Open requests there; for a router, recently sent ones count too."""
+        """The number of open requests there; a router adds a decaying count of all
+        requests sent to it."""
         ...
 
 

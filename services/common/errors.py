@@ -77,8 +77,8 @@ def _length_note(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A client's text as an error or a log line may repeat it: its repr, of at most MAX_QUOTED
-    characters."""
+    """A client's text for an error or a log line: its repr; only the first MAX_QUOTED characters
+    of a longer text."""
     return repr(text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + _length_note(text))
 
 

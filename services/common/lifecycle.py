@@ -72,7 +72,7 @@ async def run_until_signal(
         await asyncio.wait((signalled, *watched), return_when=asyncio.FIRST_COMPLETED)
         set_serving(False)
         if signalled.done():
-            log.info("%s: draining for up to %g s", signalled.result().name, drain_s)
+            log.info("received %s: draining for up to %g s", signalled.result().name, drain_s)
             await _drain(drain, drain_s, watched)
         code = 0 if signalled.done() and not _any_raised(watched) else _log_failures(watched)
         await stop(min(grace_s, drain_s))

@@ -268,7 +268,11 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         if served is None:
             return
         if sent.reason:
-            log.info("the migration failed: %s", sent.reason, extra={"request": served.name})
+            log.info(
+                "the request could not migrate to another decode worker and continues here: %s",
+                sent.reason,
+                extra={"request": served.name},
+            )
             served.session.outbox.put(_stayed(attempt, sent.reason))
             return
         self._forget(served, "")

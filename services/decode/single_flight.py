@@ -183,8 +183,9 @@ class PromisedPrefixes:
                 del self._promised[link]
 
     def take(self) -> EndedWaits:
-        """Return the followers whose wait has ended. Ready ones stay leaders, since the engine
-        computes the rest of their KV next; lost ones are removed."""
+        """Return the followers whose wait has ended. Ready ones can go to the engine; each remains
+        a leader (other requests may wait for it) of the blocks that the engine then computes for
+        it. Lost ones are removed."""
         ended = EndedWaits()
         self._changed = False
         for key, follower in list(self._followers.items()):

@@ -257,7 +257,7 @@ class EndpointPicker:
         self._no_worker_until[hosts] = self._clock() + NO_WORKER_S
 
     def served(self, choice: EndpointChoice, address: str) -> None:
-        """The proxy reported which endpoint answered; those before it could not."""
+        """Record which endpoint answered; those before it are avoided for AVOID_S."""
         now = self._clock()
         addresses = [endpoint.address for endpoint in choice.endpoints]
         skipped = choice.endpoints[: addresses.index(address)] if address in addresses else ()

@@ -68,7 +68,7 @@ class PromptService(Service):
 
     async def count_prompt(self, request: ChatCompletionRequest, caller: Caller) -> int:
         """Raise ServiceError: counting runs no model, so no cache matters."""
-        raise ServiceError(CANCELLED, "the request has no prompt to place")
+        raise ServiceError(CANCELLED, "the request only counts tokens, so it needs no worker")
 
 
 def _end(

@@ -229,7 +229,8 @@ def _result_role(render: Render, call: Message) -> str:
 
 
 def _content_forms(render: Render) -> dict[str, ContentForm]:
-    """Return the content forms of the roles that need no preceding call."""
+    """Return whether the template shows the content of user, system and assistant turns as a text
+    or as a list of parts. Tool results are probed later, since they need a preceding call."""
     forms: dict[str, ContentForm] = {}
     turns: dict[str, tuple[list[Message], list[Message]]] = {
         "user": ([], []),

@@ -129,7 +129,7 @@ def result_of(answer: WorkerMessage, max_bytes: int) -> bytes:
         if "num_tokens" in answer.head:
             num_tokens = answer.head["num_tokens"]
             if type(num_tokens) is not int or num_tokens < 1:
-                raise ValueError("the number of tokens is not a positive integer")
+                raise ValueError("num_tokens of the answer is not a positive integer")
             raise TooLong(cut(texts[0], MAX_QUOTED), num_tokens)
         raise TextError(*(cut(text, MAX_QUOTED) for text in texts))
     if len(answer.parts) != 1:

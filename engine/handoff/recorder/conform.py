@@ -250,7 +250,7 @@ def check(recordings: Iterable[Recording]) -> list[Violation]:
 
 
 def _end(recording: Recording) -> tuple[int, bool]:
-    """Return (sequence of the engine thread's last record, whether the process ended in order)."""
+    """Return (sequence of the engine thread's last record, whether the process ended cleanly)."""
     for record in reversed(recording.records):
         if record.event is not None or record.kind in BY_ENGINE:
             return record.sequence, recording.records[-1].kind is RecordKind.END

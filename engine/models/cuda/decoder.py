@@ -287,7 +287,8 @@ def _tied(weights: Weights) -> Weights:
 
 
 def _rotation(rope: RopeConfig, context_len: int, device: torch.device) -> Rotation:
-    """Return the tables of all positions, since a recorded graph keeps the tables' addresses."""
+    """Return tables of all positions, so that they need not grow: a recorded graph keeps their
+    addresses."""
     table = RopeTable(rope, context_len)
     table.reserve(context_len)
     return Rotation(torch.from_numpy(table.cos).to(device), torch.from_numpy(table.sin).to(device))

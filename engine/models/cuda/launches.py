@@ -217,7 +217,8 @@ class LaunchedHeads:
 
 
 class LaunchedAttention:
-    """Maps x [T, columns], queries first, to [T, q heads * (dim, or latent if set)]."""
+    """Replaces x [T, columns], whose first columns are the queries, by the outputs of the heads:
+    [T, q heads * size], where size is `latent` with latent attention, else the head dim."""
 
     def __init__(self, part: Attend, setup: LaunchSetup) -> None:
         self._part, self._layer = part.attention, part.layer

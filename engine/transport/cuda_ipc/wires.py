@@ -318,7 +318,11 @@ class CudaReader(WindowReader):
         """Send decode's answer. Raises WireClosed if it refuses."""
         self.write(refusal.pack())
         if refusal.reason:
-            log.info("transport cuda_ipc refused: %s: %s", refusal.reason, refusal.text)
+            log.info(
+                "transport cuda_ipc refused by decode, prefill may try another: %s: %s",
+                refusal.reason,
+                refusal.text,
+            )
             raise WireClosed(f"refused: {refusal.reason}: {refusal.text}")
 
 

@@ -5,26 +5,26 @@ import { events, request } from "./api.js";
 /** The body of the request for what follows `messages`. */
 function body(conversation, messages) {
   const { system, tools, ...numbers } = conversation.options;
-  const asked = { model: conversation.model, messages: [], stream: true, stream_options: { include_usage: true } };
-  if (system) asked.messages.push({ role: "system", content: system });
+  const body = { model: conversation.model, messages: [], stream: true, stream_options: { include_usage: true } };
+  if (system) body.messages.push({ role: "system", content: system });
   for (const message of messages) {
     const { role, content, reasoning, tool_calls: calls } = message;
     if (role !== "assistant") {
-      asked.messages.push({ role, content });
+      body.messages.push({ role, content });
       continue;
     }
     if (!content && !calls?.length) continue; // it failed, or was stopped at once
     const turn = { role, content };
     if (reasoning) turn.reasoning_content = reasoning;
     if (calls?.length) turn.tool_calls = calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
-    asked.messages.push(turn);
+    body.messages.push(turn);
     for (const call of calls ?? []) {
-      asked.messages.push({ role: "tool", tool_call_id: call.id, content: call.result ?? "" });
+      body.messages.push({ role: "tool", tool_call_id: call.id, content: call.result ?? "" });
     }
   }
-  for (const [name, value] of Object.entries(numbers)) if (value !== null) asked[name] = value;
-  if (tools?.length) asked.tools = tools;
-  return asked;
+  for (const [name, value] of Object.entries(numbers)) if (value !== null) body[name] = value;
+  if (tools?.length) body.tools = tools;
+  return body;
 }
 
 /** Fills `message`, and calls `changed` after each piece. Throws ApiError, or AbortError. */

@@ -294,11 +294,11 @@ async function askKey() {
   if (asking) return;
   asking = true;
   byId("key-error").textContent = key() ? "The API key is not valid for this server." : "";
-  byId("asked-key").value = "";
+  byId("api-key").value = "";
   const isGiven = await ask(byId("key-dialog"));
   asking = false;
   if (!isGiven) return;
-  setKey(byId("asked-key").value.trim());
+  setKey(byId("api-key").value.trim());
   await loadModels();
   field.focus();
 }

@@ -41,9 +41,9 @@ function live(state, text) {
 
 async function askKey() {
   byId("key-error").textContent = key() ? "The API key is not valid for this server." : "";
-  byId("asked-key").value = "";
+  byId("api-key").value = "";
   if (!(await ask(byId("key-dialog")))) return false;
-  setKey(byId("asked-key").value.trim());
+  setKey(byId("api-key").value.trim());
   return true;
 }
 

@@ -9,10 +9,10 @@ const TABLE = "conversations";
 
 function open() {
   return new Promise((resolve, reject) => {
-    const asked = indexedDB.open(SERVER, 1);
-    asked.onupgradeneeded = () => asked.result.createObjectStore(TABLE, { keyPath: "id" });
-    asked.onsuccess = () => resolve(asked.result);
-    asked.onerror = () => reject(asked.error);
+    const opening = indexedDB.open(SERVER, 1);
+    opening.onupgradeneeded = () => opening.result.createObjectStore(TABLE, { keyPath: "id" });
+    opening.onsuccess = () => resolve(opening.result);
+    opening.onerror = () => reject(opening.error);
   });
 }
 
@@ -55,9 +55,9 @@ export class Store {
   #run(mode, act) {
     return new Promise((resolve, reject) => {
       const transaction = this.#db.transaction(TABLE, mode);
-      const asked = act(transaction.objectStore(TABLE));
-      transaction.oncomplete = () => resolve(asked.result);
-      transaction.onabort = transaction.onerror = () => reject(transaction.error ?? asked.error);
+      const opening = act(transaction.objectStore(TABLE));
+      transaction.oncomplete = () => resolve(opening.result);
+      transaction.onabort = transaction.onerror = () => reject(transaction.error ?? opening.error);
     });
   }
 }

@@ -110,7 +110,7 @@ class _Unread(Generic[T]):
         self._ended = False  # the source yields nothing more
 
     async def fill(self, source: AsyncGenerator[T, None]) -> None:
-        """Read the source until it ends or the bound of unread bytes is reached."""
+        """Read the source until it ends, or give up when too many bytes are unread."""
         try:
             async with aclosing(source):
                 async for item in source:

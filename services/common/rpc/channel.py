@@ -188,7 +188,8 @@ class IdsCollector:
             self.drop(part.key)
             self._parts[part.key] = None
             raise ServiceError(
-                pb.OVERLOADED, "the prompts that are being received have too many tokens"
+                pb.OVERLOADED,
+                "the long prompts being received at once have too many tokens in total",
             )
         ids.extend(part.ids)
         self._num_ids += len(part.ids)
@@ -211,7 +212,8 @@ class IdsCollector:
         self._num_ids -= len(ids or ())
         if ids is None or self._flooded:
             raise ServiceError(
-                pb.OVERLOADED, "the prompts that are being received have too many tokens"
+                pb.OVERLOADED,
+                "the long prompts being received at once have too many tokens in total",
             )
         return [*ids, *tail]
 

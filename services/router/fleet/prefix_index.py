@@ -286,7 +286,7 @@ class _WorkerSets:
             self.stale.discard(number)
 
     def move(self, number: int, workers: int) -> int:
-        """Move an entry to another set. Returns that set's number."""
+        """Move an index entry from set `number` to set `workers`. Returns the latter's number."""
         if self.workers[number] == workers:
             return number
         new_number = self.enter(workers)

@@ -362,10 +362,10 @@ def test_a_server_with_keys_asks_for_one(browser: Browser) -> None:
         browser.open(f"{url}/llm")
         browser.wait("document.querySelector('#key-dialog').open")
         assert browser.violations() == []
-        browser.fill("#asked-key", "wrong")
+        browser.fill("#api-key", "wrong")
         browser.press("Enter")
         browser.wait("document.querySelector('#key-error').innerText.includes('not valid')")
-        browser.fill("#asked-key", "right")
+        browser.fill("#api-key", "right")
         browser.press("Enter")
         browser.wait("document.querySelector('#model').value === 'tiny'")
         send(browser, "hello")

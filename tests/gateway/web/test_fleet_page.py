@@ -125,6 +125,6 @@ def test_the_page_asks_for_a_key(browser: Browser) -> None:
     with served_gateway(ChatModel, api_keys=("right",)) as url:
         page.open(f"{url}/fleet")
         page.wait("document.querySelector('#key-dialog').open")
-        page.fill("#asked-key", "right")
+        page.fill("#api-key", "right")
         page.press("Enter")
         page.wait("document.querySelectorAll('.worker').length === 1")
