@@ -48,11 +48,11 @@ def proxy(echo: str) -> Iterator[FaultProxy]:
 def sock(proxy: FaultProxy) -> Iterator[socket.socket]:
     host, _, port = proxy.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=10) as sock:
-        assert asked(sock, b"first") == b"first"
+        assert exchange(sock, b"first") == b"first"
         yield sock
 
 
-def asked(sock: socket.socket, data: bytes) -> bytes:
+def exchange(sock: socket.socket, data: bytes) -> bytes:
     sock.sendall(data)
     got = b""
     while len(got) < len(data) and (part := sock.recv(1 << 16)):
@@ -76,7 +76,7 @@ def test_bytes_pass_both_ways_unchanged(proxy: FaultProxy, sock: socket.socket) 
 def test_delay(proxy: FaultProxy, sock: socket.socket) -> None:
     proxy.delay(0.1)
     began = time.monotonic()
-    assert asked(sock, FACE) == FACE
+    assert exchange(sock, FACE) == FACE
     assert time.monotonic() - began >= 0.2, "once each way"
     assert proxy.hits == {"delayed": 2}
 
@@ -114,11 +114,11 @@ def test_new_connections_seem_to_open_in_a_partition(
 
 def test_corrupt_flips_bits_of_this_many_chunks(proxy: FaultProxy, sock: socket.socket) -> None:
     proxy.corrupt(Way.THERE, count=2, least_bytes=3)
-    assert asked(sock, b"ab") == b"ab", "too short"
-    assert asked(sock, FACE) == b"\x10\xa0\x30"
+    assert exchange(sock, b"ab") == b"ab", "too short"
+    assert exchange(sock, FACE) == b"\x10\xa0\x30"
     proxy.corrupt(Way.BACK, head=True)
-    assert asked(sock, FACE) == b"\x90\xa0\x30", "the second there, and the first back"
-    assert asked(sock, FACE) == FACE
+    assert exchange(sock, FACE) == b"\x90\xa0\x30", "the second there, and the first back"
+    assert exchange(sock, FACE) == FACE
     assert proxy.hits == {"corrupted": 3}
 
 

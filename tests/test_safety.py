@@ -133,7 +133,7 @@ def test_no_client_can_name_an_address() -> None:
     def named(names: Iterable[str]) -> set[str]:
         return {name for name in names if places & set(name.lower().split("_"))}
 
-    asked = (
+    requests = (
         text_pb2.ChatRequest,
         text_pb2.CompleteRequest,
         router_pb2.GenerateRequest,
@@ -147,7 +147,7 @@ def test_no_client_can_name_an_address() -> None:
         ResponsesBody,
         MessagesBody,
     )
-    for request in asked:
+    for request in requests:
         assert named(fields(request.DESCRIPTOR)) == set()
     for body in bodies:
         within = body.model_json_schema().get("$defs", {}).values()

@@ -31,9 +31,9 @@ TOP = 20  # candidates of a scored position
 def run(engine: Engine, batch: int, prompt: int, new: int, number: int) -> dict[str, float]:
     """Generate greedy tokens for `batch` prompts; raises RuntimeError if some are missing."""
     params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
-    asked = [prompt_ids(prompt, number * 64 + i, engine.limits.vocab_size) for i in range(batch)]
+    requests = [prompt_ids(prompt, number * 64 + i, engine.limits.vocab_size) for i in range(batch)]
     started = time.perf_counter()
-    for i, ids in enumerate(asked):
+    for i, ids in enumerate(requests):
         engine.submit(Request(str(i), ids, params, seed=0))
     made: dict[str, int] = {}
     first_at = 0.0

@@ -35,10 +35,10 @@ from token_ids import prompt_ids  # noqa: E402
 def run(engine: LLMEngine, batch: int, prompt: int, new: int, number: int) -> dict[str, float]:
     """Generate greedy tokens for `batch` prompts; raises RuntimeError if some are missing."""
     vocab = engine.model_config.get_vocab_size()
-    asked = [prompt_ids(prompt, number * 64 + i, vocab) for i in range(batch)]
+    requests = [prompt_ids(prompt, number * 64 + i, vocab) for i in range(batch)]
     params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
     started = time.perf_counter()
-    for i, ids in enumerate(asked):
+    for i, ids in enumerate(requests):
         engine.add_request(f"{number}-{batch}-{i}", {"prompt_token_ids": list(ids)}, params)
     made: dict[str, int] = {}
     first_at = 0.0

@@ -70,8 +70,8 @@ class Contender:
 
     def run(self, work: Work, number: int) -> float:
         """Tokens per second in the phase of the work."""
-        asked = f"run {work.batch} {work.prompt} {work.new} {number}"
-        seconds = self.ask(asked)
+        request = f"run {work.batch} {work.prompt} {work.new} {number}"
+        seconds = self.ask(request)
         if work.phase == "prefill":
             return work.batch * work.prompt / float(seconds["prefill_s"])
         return work.batch * (work.new - 1) / float(seconds["decode_s"])

@@ -82,12 +82,12 @@ def text_windows(model: Path) -> list[list[int]]:
     return windows(ids, WINDOW, [tokenizer.bos_token_id] if begun else [])
 
 
-def scores(name: str, words: list[str], asked: list[list[int]]) -> dict[str, list[Any]]:
+def scores(name: str, words: list[str], request: list[list[int]]) -> dict[str, list[Any]]:
     """Scores of all windows by one contender."""
     log = PEERS / "logs" / "quality.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with Contender(name, words, log) as contender:
-        parts = [contender.ask(f"score {' '.join(map(str, ids))}") for ids in asked]
+        parts = [contender.ask(f"score {' '.join(map(str, ids))}") for ids in request]
     found = joined(parts)
     say(f"{name}: perplexity {perplexity(found['nll']):.4f}")
     return found
@@ -102,10 +102,10 @@ def stored_types(path: Path) -> dict[str, int]:
 
 def agreement(name: str, path: Path) -> dict[str, Any]:
     """Native and llama.cpp against float32 on one file."""
-    asked = text_windows(path)
-    exact = scores(f"{name} float32", engine_command(path, *REFERENCE), asked)
-    ours = scores(f"{name} native", engine_command(path, "kernels=native"), asked)
-    theirs = scores(f"{name} llama.cpp", llama_command(path), asked)
+    request = text_windows(path)
+    exact = scores(f"{name} float32", engine_command(path, *REFERENCE), request)
+    ours = scores(f"{name} native", engine_command(path, "kernels=native"), request)
+    theirs = scores(f"{name} llama.cpp", llama_command(path), request)
     positions = len(exact["top"])
     wrong = {who: mismatches(exact["top"], found["argmax"]) for who, found in
              (("native", ours), ("llama.cpp", theirs))}  # fmt: skip
@@ -123,9 +123,9 @@ def agreement(name: str, path: Path) -> dict[str, Any]:
 
 def path_quality(path: Path) -> dict[str, Any]:
     """Perplexity of one file on the native backend, and in float32 with its dequantized weights."""
-    asked = text_windows(path)
-    exact = scores(f"{path.name} float32", engine_command(path, *REFERENCE), asked)
-    native = scores(f"{path.name} native", engine_command(path, "kernels=native"), asked)
+    request = text_windows(path)
+    exact = scores(f"{path.name} float32", engine_command(path, *REFERENCE), request)
+    native = scores(f"{path.name} native", engine_command(path, "kernels=native"), request)
     figures = {"float32": perplexity(exact["nll"]), "native": perplexity(native["nll"])}
     types = stored_types(path) if path.is_file() else {"BF16": -1}
     off = round(figures["native"] / figures["float32"] - 1, 5)

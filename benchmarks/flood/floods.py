@@ -85,13 +85,13 @@ class Rpc:
         call = self.call(channel)
 
         async def ask(number: int) -> str:
-            asked = call(self.message, metadata=BEARER)
+            request = call(self.message, metadata=BEARER)
             try:
-                if isinstance(asked, grpc.aio.UnaryStreamCall):
-                    async for _ in asked:
+                if isinstance(request, grpc.aio.UnaryStreamCall):
+                    async for _ in request:
                         pass
                 else:
-                    await asked
+                    await request
             except grpc.aio.AioRpcError as error:
                 return error.code().name
             return "OK"

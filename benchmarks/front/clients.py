@@ -22,7 +22,7 @@ FIRST_MARK = ord("!")
 class Stream:
     """One answer: when it was requested, and when each of its tokens arrived."""
 
-    asked: float
+    sent_at: float
     marks: list[int] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
 

@@ -161,14 +161,14 @@ def config(
             }
         ],
     }
-    asked = {
+    picker = {
         "name": "picker",
         "type": "STATIC",
         "connect_timeout": "2s",
         "typed_extension_protocol_options": http2,
         "load_assignment": load_assignment("picker", pickers),
     }
-    return {"static_resources": {"listeners": [listener], "clusters": [asked, pods]}}
+    return {"static_resources": {"listeners": [listener], "clusters": [picker, pods]}}
 
 
 class Envoy:

@@ -69,7 +69,7 @@ async def ask(client: httpx.AsyncClient, url: str, number: int) -> dict[str, Any
     return found
 
 
-async def asked(url: str, numbers: range) -> list[dict[str, Any]]:
+async def load(url: str, numbers: range) -> list[dict[str, Any]]:
     """Send the chats in the order of their turns, several at once."""
     left = asyncio.Semaphore(AT_ONCE)
     async with httpx.AsyncClient(timeout=60) as client:
@@ -115,7 +115,7 @@ def through(pods: PickerPods, envoy: Path, numbers: range, listen: str, **how: A
     timeout_s = how.get("timeout_s", PATIENT_S)
     settings = config(listen, pickers, cluster, mode, fail_open, timeout_s)
     with Envoy(envoy, pods.folder / "envoy.log", settings):
-        return figures_of(asyncio.run(asked(f"http://{listen}", numbers)))
+        return figures_of(asyncio.run(load(f"http://{listen}", numbers)))
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ class ScaledCluster:
         self._loop = VirtualLoop()
         making = (self._make_router(seed + number) for number in range(num_routers))
         self.routers = [self._loop.run_until_complete(made) for made in making]
-        self._asked_by: dict[bytes, int] = {}  # the router of each attempt
+        self._router_of: dict[bytes, int] = {}  # the router of each attempt
         self.client = Client()
         self.scraped = Scraped()
         self.autoscalers = {a.target: a for a in autoscalers}
@@ -94,8 +94,8 @@ class ScaledCluster:
 
     def ask(self, num_tokens: int, max_tokens: int) -> None:
         """Add a client's request, whose prompt is not cached anywhere."""
-        name = f"r{self.client.ends.total() + len(self.client.asked)}-{self.rng.random()}"
-        self.client.asked[name] = self.now
+        name = f"r{self.client.ends.total() + len(self.client.arrived)}-{self.rng.random()}"
+        self.client.arrived[name] = self.now
         start = pb.Start(
             request=name,
             model=MODEL,
@@ -293,7 +293,7 @@ class ScaledCluster:
 
     def _say(self, pod: Pod, event: Any) -> None:
         """Send an event to the router that made the request."""
-        number = self._asked_by[getattr(event, event.WhichOneof("event")).attempt]
+        number = self._router_of[getattr(event, event.WhichOneof("event")).attempt]
         dispatcher, worker = self.routers[number].dispatcher, pod.workers[number]
         if isinstance(event, wire.PrefillEvent):
             dispatcher.on_prefill(worker, event, self.now)
@@ -307,7 +307,7 @@ class ScaledCluster:
             if pod is not None:
                 kind = command.WhichOneof("command")
                 said = getattr(command, kind)
-                self._asked_by[said.attempt] = pod.workers.index(worker)
+                self._router_of[said.attempt] = pod.workers.index(worker)
                 getattr(self, f"_on_{kind}")(pod, said)
 
     def _on_admit(self, pod: Pod, admit: wire.Admit) -> None:

@@ -103,7 +103,7 @@ def run(
     waits = sorted(cluster.client.waits)
     return {
         "routers": num_routers,
-        "asked": cluster.client.ends.total() + len(cluster.client.asked),
+        "requests": cluster.client.ends.total() + len(cluster.client.arrived),
         "ends": dict(cluster.client.ends),
         "most": most,
         "least": least,

@@ -98,7 +98,7 @@ class Client:
     reads_rows = False
 
     def __init__(self) -> None:
-        self.asked: dict[str, float] = {}  # open requests, and their arrival times
+        self.arrived: dict[str, float] = {}  # open requests, and their arrival times
         self.begun: set[str] = set()
         self.waits: list[float] = []  # to the first token
         self.ends: Counter[str] = Counter()  # ok, refused or late (no token), broken (after one)
@@ -109,7 +109,7 @@ class Client:
         name = getattr(event, kind).request
         if kind == "tokens" and name not in self.begun:
             self.begun.add(name)
-            self.waits.append(self.now - self.asked[name])
+            self.waits.append(self.now - self.arrived[name])
         elif kind == "finished":
             self._end(name, "ok")
         elif kind == "failed":
@@ -120,6 +120,6 @@ class Client:
         raise AssertionError("it reads no rows")
 
     def _end(self, name: str, how: str) -> None:
-        del self.asked[name]
+        del self.arrived[name]
         self.begun.discard(name)
         self.ends[how] += 1

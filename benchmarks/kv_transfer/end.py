@@ -165,26 +165,26 @@ class Decode:
     def _received(self, received: Received) -> None:
         self.done.set()
 
-    def admit(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def admit(self, body: dict[str, Any]) -> dict[str, Any]:
         attempt = os.urandom(16)
         request = Request(
             attempt.hex(), tuple(range(NUM_TOKENS + 1)), SamplingParams(max_tokens=1), seed=0
         )
-        prefill = bytes.fromhex(asked["prefill"])
+        prefill = bytes.fromhex(body["prefill"])
         ticket = self.thread.post(
             lambda _: self.receiver.admit(attempt, request, prefill, float("inf"))
         ).result(PATIENCE_S)
         assert ticket is not None, self.lost
         return {"id": ticket.id.hex(), "secret": ticket.secret.hex(), "attempt": attempt.hex()}
 
-    def digest(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def digest(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"digest": self.engine.digest(), "lost": self.lost}
 
-    def clear(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def clear(self, request: dict[str, Any]) -> dict[str, Any]:
         self.engine.kv.data[0][:] = 0
         return {}
 
-    def memcpy(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def memcpy(self, request: dict[str, Any]) -> dict[str, Any]:
         """Copy one prompt's keys and values from memory of the same size into the pool."""
         target = self.engine.kv.data[0].view(np.uint8).reshape(-1)[:NUM_BYTES]
         if self.source is None:
@@ -193,13 +193,13 @@ class Decode:
         np.copyto(target, self.source)
         return {"rate": NUM_BYTES / (time.perf_counter() - started)}
 
-    def bare(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def bare(self, request: dict[str, Any]) -> dict[str, Any]:
         """Fill the pool's memory from a socket, `rounds` times; the sender sees the end of each by
         one byte back."""
         sock = buffered(self.listener.accept()[0])
         view = memoryview(self.engine.kv.data[0].view(np.uint8).reshape(-1))
         with sock:
-            for _ in range(asked["rounds"]):
+            for _ in range(request["rounds"]):
                 at = 0
                 while at < NUM_BYTES:
                     at += sock.recv_into(view[at : min(at + PIECE, NUM_BYTES)])
@@ -245,16 +245,16 @@ class Prefill:
         step = Step(0, events, 0.0)
         self.thread.post(lambda _: self.sender.on_step(step)).result(PATIENCE_S)
 
-    def send(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def send(self, request: dict[str, Any]) -> dict[str, Any]:
         ticket = Ticket(
-            *(bytes.fromhex(asked[name]) for name in ("id", "secret", "attempt")),
+            *(bytes.fromhex(request[name]) for name in ("id", "secret", "attempt")),
             self.boot,
-            bytes.fromhex(asked["decode"]),
+            bytes.fromhex(request["decode"]),
         )
         self.thread.post(
             lambda _: self.sender.start_sending(
                 ticket,
-                asked["address"],
+                request["address"],
                 PromptToSend(tuple(range(NUM_TOKENS))),
                 float("inf"),
                 IDENTITY.digest,
@@ -279,15 +279,15 @@ class Prefill:
             "resent": self.sender.counters["resent"],
         }
 
-    def digest(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def digest(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"digest": self.engine.digest()}
 
-    def bare(self, asked: dict[str, Any]) -> dict[str, Any]:
-        host, port = asked["address"].rsplit(":", 1)
+    def bare(self, request: dict[str, Any]) -> dict[str, Any]:
+        host, port = request["address"].rsplit(":", 1)
         view = memoryview(self.engine.kv.data[0].view(np.uint8).reshape(-1))
         rates = []
         with buffered(socket.create_connection((host, int(port)))) as sock:
-            for _ in range(asked["rounds"]):
+            for _ in range(request["rounds"]):
                 started, at = time.perf_counter(), 0
                 while at < NUM_BYTES:
                     at += sock.send(view[at : min(at + PIECE, NUM_BYTES)])
@@ -304,8 +304,8 @@ def main() -> None:
     end = (Decode if role == "decode" else Prefill)(transport, folder, bind, sealed)
     print(json.dumps(end.hello()), flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps(getattr(end, asked["do"])(asked)), flush=True)
+        request = json.loads(line)
+        print(json.dumps(getattr(end, request["do"])(request)), flush=True)
     os._exit(0)
 
 

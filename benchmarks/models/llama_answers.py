@@ -42,11 +42,11 @@ def prompts(model: Path) -> Iterator[list[int]]:
 
 
 def theirs(
-    model: Path, asked: list[list[int]], folder: Path, options: tuple[str, ...] = ()
+    model: Path, request: list[list[int]], folder: Path, options: tuple[str, ...] = ()
 ) -> list[list[int]]:
     with LlamaServer(model, folder / "llama.log", options) as server:
         found = []
-        for ids in asked:
+        for ids in request:
             body = {
                 "prompt": ids,
                 "n_predict": NEW,
@@ -61,9 +61,9 @@ def theirs(
     return found
 
 
-def ours(model: Path, asked: list[list[int]]) -> list[list[int]]:
+def ours(model: Path, body: list[list[int]]) -> list[list[int]]:
     engine, _ = build_engine(EngineConfig(model=str(model), kv_tokens=4096))
-    requests = [ask(str(n), ids, max_tokens=NEW, ignore_eos=True) for n, ids in enumerate(asked)]
+    requests = [ask(str(n), ids, max_tokens=NEW, ignore_eos=True) for n, ids in enumerate(body)]
     found = tokens(run(engine, *requests))
     return [found[request.key, 0] for request in requests]
 
@@ -85,16 +85,16 @@ def gap(model: Path, prompt: list[int], a: list[int], b: list[int]) -> dict[str,
 
 
 def measure(model: Path, folder: Path) -> dict[str, Any]:
-    asked = list(prompts(model))
-    mine, other = ours(model, asked), theirs(model, asked, folder)
+    request = list(prompts(model))
+    mine, other = ours(model, request), theirs(model, request, folder)
     assert all(len(ids) == NEW for ids in mine + other)
     differ = [
-        {"prompt": number, **gap(model, asked[number], a, b)}
+        {"prompt": number, **gap(model, request[number], a, b)}
         for number, (a, b) in enumerate(zip(mine, other, strict=True))
         if a != b
     ]
     settings = {"no flash attention": ("-fa", "off"), "ubatch of 1": ("-ub", "1")}
-    others = {name: theirs(model, asked, folder, words) for name, words in settings.items()}
+    others = {name: theirs(model, request, folder, words) for name, words in settings.items()}
     return {
         "equal": PROMPTS - len(differ),
         "of": PROMPTS,

@@ -115,8 +115,8 @@ def kill_routers(cluster: Cluster, count: int, outcome: Outcome) -> None:
         before = sum(cluster.prompt_tokens().values())
         batches = striker.hit(striker.router)
         outcome.take(batches)
-        asked = sum(s.usage["prompt_tokens"] for b in batches for s in b.streams if s.usage)
-        outcome.computed_again += sum(cluster.prompt_tokens().values()) - before - asked
+        request = sum(s.usage["prompt_tokens"] for b in batches for s in b.streams if s.usage)
+        outcome.computed_again += sum(cluster.prompt_tokens().values()) - before - request
         now = sum(load.adopted for load in cluster.loads().values())
         outcome.hits += now > adopted
         outcome.missed += now == adopted

@@ -45,10 +45,11 @@ def test_a_closed_loop(
     assert (figures["requests"], figures["completed"]) == (9, 9)
     assert (figures["prompt_tokens"], figures["output_tokens"]) == (9 * 12, 9 * 3)
     assert figures["ttft_ms"]["p50"] > 0
-    asked = [body for body in server.asked if "max_tokens" in body]
-    assert len(asked) == 10  # including a warm-up request
-    assert all(body["stream"] and body["ignore_eos"] and body["temperature"] == 0 for body in asked)
-    assert len({body["prompt"] for body in asked}) == 10
+    requests = [body for body in server.requests if "max_tokens" in body]
+    assert len(requests) == 10  # including a warm-up request
+    assert all(body["stream"] and body["ignore_eos"] for body in requests)
+    assert all(body["temperature"] == 0 for body in requests)
+    assert len({body["prompt"] for body in requests}) == 10
     out = capsys.readouterr().out
     assert "tiny at http" in out
     assert "closed loop, 3 at once" in out
@@ -57,14 +58,14 @@ def test_a_closed_loop(
 
 def test_a_seed_repeats_its_prompts(server: ApiServer, tmp_path: Path) -> None:
     """Without a seed no prompt repeats one of an earlier run, which the server may have cached."""
-    asked = []
+    requests = []
     for words in (["--random-seed", "5"], ["--random-seed", "5"], [], []):
-        server.asked.clear()
+        server.requests.clear()
         _, figures = bench(server, tmp_path, "--requests", "2", "--concurrency", "1", *words)
-        asked.append([body["prompt"] for body in server.asked if "max_tokens" in body])
+        requests.append([body["prompt"] for body in server.requests if "max_tokens" in body])
         assert figures["seed"] == 5 or not words
-    assert asked[0] == asked[1]
-    assert not set(asked[2]) & {*asked[1], *asked[3]}
+    assert requests[0] == requests[1]
+    assert not set(requests[2]) & {*requests[1], *requests[3]}
 
 
 def test_an_open_loop_of_chats(
@@ -75,8 +76,8 @@ def test_an_open_loop_of_chats(
     assert code == 0
     assert figures["completed"] == 20
     assert figures["slo_attainment"] == 1.0
-    assert all("messages" in body for body in server.asked if "max_tokens" in body)
-    assert "ignore_eos" not in server.asked[-1]
+    assert all("messages" in body for body in server.requests if "max_tokens" in body)
+    assert "ignore_eos" not in server.requests[-1]
     assert "500 requests/s (Poisson)" in capsys.readouterr().out
 
 
@@ -89,7 +90,7 @@ def test_arrivals_do_not_wait_for_answers(server: ApiServer) -> None:
         api = AsyncApi(ClientSettings(url=server.url))
         bodies = iter([b"{}"] * 12)
         run = asyncio.ensure_future(open_loop(api, "/x", bodies, 1000.0, 7, samples.append))
-        await asyncio.to_thread(wait_until, lambda: len(server.asked) == 12, "requests")
+        await asyncio.to_thread(wait_until, lambda: len(server.requests) == 12, "requests")
         assert samples == []
         server.go_on.set()
         await run
@@ -180,9 +181,9 @@ def test_ctrl_c_shows_the_measurements_so_far(server: ApiServer) -> None:
     server.models = [{"id": "tiny"}]
     server.reply = lambda body: (404, {})
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        wait_until(lambda: bool(server.asked), "the look for /tokenize")
+        wait_until(lambda: bool(server.requests), "the look for /tokenize")
         server.reply = None
-        wait_until(lambda: len(server.asked) >= 3, "requests")
+        wait_until(lambda: len(server.requests) >= 3, "requests")
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
     assert process.returncode == 130

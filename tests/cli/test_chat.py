@@ -43,7 +43,7 @@ def test_a_conversation_keeps_its_history(server: ApiServer) -> None:
     talk, _, out = talking(server, system="be brief", temperature=0.0, max_tokens=9)
     assert talk.run(["hi", "", "again"]) == 0
     assert out.getvalue() == "Hello\nHello\n"
-    first, second = server.asked
+    first, second = server.requests
     roles = [m["role"] for m in second["messages"]]
     assert roles == ["system", "user", "assistant", "user"]
     assert second["messages"][2]["content"] == "Hello"
@@ -55,11 +55,11 @@ def test_commands_of_a_conversation(server: ApiServer) -> None:
     talk, _, out = talking(server)
     lines = ["one", "/system be kind", "/reset", "/dance", "/help", "two", "/exit", "three"]
     assert talk.run(lines) == 0
-    assert [m["content"] for m in server.asked[-1]["messages"]] == ["be kind", "two"]
-    assert len(server.asked) == 2
+    assert [m["content"] for m in server.requests[-1]["messages"]] == ["be kind", "two"]
+    assert len(server.requests) == 2
     assert "/dance is unknown" in out.getvalue()
     assert all(f"  {name}" in out.getvalue() for name in COMMANDS)
-    assert "temperature" not in server.asked[0]
+    assert "temperature" not in server.requests[0]
 
 
 def test_the_temperature_can_be_set_and_reset(server: ApiServer) -> None:
@@ -67,7 +67,7 @@ def test_the_temperature_can_be_set_and_reset(server: ApiServer) -> None:
     talk, chat, out = talking(server)
     assert chat.sampling == "temperature 0.2 (recommended for this model)"
     talk.run(["/temperature 0.5", "one", "/temperature", "two", "/temperature x", "/temperature 9"])
-    assert [body.get("temperature") for body in server.asked] == [0.5, None]
+    assert [body.get("temperature") for body in server.requests] == [0.5, None]
     assert "temperature 0.5 (set by you)" in out.getvalue()
     assert "'x' is not a number" in out.getvalue()
     assert "the temperature must be 0 to 2" in out.getvalue()
@@ -86,7 +86,7 @@ def test_retry_asks_the_last_question_again(server: ApiServer) -> None:
     talk, chat, out = talking(server)
     assert talk.run(["/retry", "hi", "/retry"]) == 0
     assert out.getvalue() == "there is no question yet\nfirst\nfirst\n"
-    assert [m["content"] for m in server.asked[1]["messages"]] == ["hi"]
+    assert [m["content"] for m in server.requests[1]["messages"]] == ["hi"]
     assert [m["role"] for m in chat.messages] == ["user", "assistant"]
     server.events = ['{"error": {"message": "gone"}}']
     assert talk.run(["/retry"]) == 1
@@ -116,7 +116,7 @@ def test_ctrl_c_before_the_question_is_sent(server: ApiServer) -> None:
     _, chat, out = talking(server)
     assert Repl(chat, interrupted, out).run(["hi", "/reset"]) == 0
     assert "is cleared" in out.getvalue()
-    assert not server.asked
+    assert not server.requests
 
 
 def test_a_missing_answer_sets_the_exit_code(server: ApiServer) -> None:
@@ -228,7 +228,7 @@ def test_chat_reads_from_a_pipe(
     monkeypatch.setattr("sys.stdin", io.StringIO("how are you\n"))
     assert main(["chat", "--url", server.url, "--api-key", "k"]) == 0
     assert capsys.readouterr().out == "**fine**\n"
-    assert server.asked[0]["model"] == "tiny"
+    assert server.requests[0]["model"] == "tiny"
     assert server.keys[-1] == "Bearer k"
 
 

@@ -47,10 +47,10 @@ def pdserve(*words: str, data: Path | None = None) -> Iterator[Terminal]:
         yield terminal
 
 
-def asked(server: ApiServer, count: int = 1) -> list[str]:
+def requests_of(server: ApiServer, count: int = 1) -> list[str]:
     """Return the last messages of that many questions, once they have arrived."""
-    wait_until(lambda: len(server.asked) >= count, "questions")
-    return [body["messages"][-1]["content"] for body in server.asked]
+    wait_until(lambda: len(server.requests) >= count, "questions")
+    return [body["messages"][-1]["content"] for body in server.requests]
 
 
 def test_a_conversation(server: ApiServer, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_conversation(server: ApiServer, tmp_path: Path) -> None:
         terminal.wait_for(PROMPT)
         terminal.enter("/exit")
         assert terminal.end() == 0
-    assert asked(server) == ["What is the capital of France?"] * 2
+    assert requests_of(server) == ["What is the capital of France?"] * 2
     assert (tmp_path / "pdserve/chat_history").stat().st_mode & 0o077 == 0
 
 
@@ -86,7 +86,7 @@ def test_a_question_of_several_lines(server: ApiServer) -> None:
         terminal.type("one" + ALT_ENTER + "two\\\r")
         terminal.enter("three")
         terminal.wait_for("Paris.")
-    assert asked(server) == ["one\ntwo\nthree"]
+    assert requests_of(server) == ["one\ntwo\nthree"]
 
 
 def test_lines_are_plain_without_the_extra(server: ApiServer, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_lines_are_plain_without_the_extra(server: ApiServer, tmp_path: Path) ->
             terminal.wait_for(PROMPT)
             terminal.type(CTRL_D)
             assert terminal.end() == 0
-    assert asked(server, 2) == ["one\ntwo", "two"]
+    assert requests_of(server, 2) == ["one\ntwo", "two"]
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_conversation(server: ApiServer) -> None:
@@ -120,7 +120,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(server: ApiServer) -> 
         terminal.wait_for(PROMPT)
         terminal.type(CTRL_C)
         assert terminal.end() == 0
-    assert [m["content"] for m in server.asked[1]["messages"]] == ["talk", "and so on", "again"]
+    assert [m["content"] for m in server.requests[1]["messages"]] == ["talk", "and so on", "again"]
 
 
 def test_keys_typed_during_an_answer_are_for_the_next_prompt(server: ApiServer) -> None:
@@ -132,7 +132,7 @@ def test_keys_typed_during_an_answer_are_for_the_next_prompt(server: ApiServer) 
         terminal.enter("go on")
         server.go_on.set()
         assert "go on" not in terminal.wait_for(PROMPT)
-        assert asked(server, 2) == ["talk", "go on"]
+        assert requests_of(server, 2) == ["talk", "go on"]
 
 
 @pytest.mark.parametrize("broken", ["folder", "full"])
@@ -168,7 +168,7 @@ def test_ctrl_c_ends_the_lines_of_a_pipe(server: ApiServer) -> None:
         assert process.stdout.read() == b"\n"
         assert process.stderr.read() == b"[stopped]\n"
     assert process.returncode == STOPPED
-    assert asked(server) == ["one"]
+    assert requests_of(server) == ["one"]
 
 
 def test_a_pipe_in_another_encoding(server: ApiServer) -> None:
@@ -177,7 +177,7 @@ def test_a_pipe_in_another_encoding(server: ApiServer) -> None:
     env = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
     done = subprocess.run(command, input=b"a\xffb\n", capture_output=True, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"caf? ?\n", b"")
-    assert asked(server) == ["a\ufffdb"]
+    assert requests_of(server) == ["a\ufffdb"]
 
 
 def test_reasoning_is_folded(server: ApiServer) -> None:
@@ -219,7 +219,7 @@ def test_a_full_context_names_reset(server: ApiServer) -> None:
         terminal.wait_for(PROMPT)
         terminal.enter("again")
         terminal.wait_for("Paris.")
-    assert len(server.asked[-1]["messages"]) == 1
+    assert len(server.requests[-1]["messages"]) == 1
 
 
 def test_a_server_that_stops_during_an_answer(server: ApiServer) -> None:

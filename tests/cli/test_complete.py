@@ -111,9 +111,9 @@ def test_finished_lines_are_not_sent_again(server: ApiServer, tmp_path: Path) ->
     assert complete(server, source)[0] == 0
     assert results(out).keys() == {"0", "1", "2", "3", "4"}
     assert results(out)["1"] == done
-    assert len(server.asked) == 4
+    assert len(server.requests) == 4
     assert complete(server, source)[0] == 0
-    assert len(server.asked) == 4
+    assert len(server.requests) == 4
 
 
 def test_a_busy_server_is_retried(server: ApiServer, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_busy_server_is_retried(server: ApiServer, tmp_path: Path) -> None:
     server.reply = lambda body: next(replies, (200, {}))
     code, out = complete(server, write(tmp_path / "in.jsonl", PROMPT))
     assert code == 0
-    assert len(server.asked) == 3
+    assert len(server.requests) == 3
     assert results(out).keys() == {"line-1"}
 
 
@@ -165,7 +165,7 @@ def test_files_that_do_not_match_are_kept(
     assert code == 1
     assert part in capsys.readouterr().err
     assert path.read_text() == out
-    assert not server.asked
+    assert not server.requests
 
 
 def test_a_wrong_key_stops_with_advice(
@@ -237,5 +237,5 @@ def test_a_run_stopped_by_ctrl_c_resumes(server: ApiServer, tmp_path: Path) -> N
     server.go_on.set()
     assert subprocess.run(command, check=False).returncode == 0
     assert results(out).keys() == {str(n) for n in range(count)}
-    asked = Counter(len(body) for body in server.asked)
-    assert asked.total() <= count + 4
+    request = Counter(len(body) for body in server.requests)
+    assert request.total() <= count + 4

@@ -75,8 +75,9 @@ def test_nothing_is_downloaded_for_an_impossible_conversion(
     out: str,
     says: str,
 ) -> None:
-    asked = []
-    monkeypatch.setattr("pdserve.engine.checkpoints.resolve.download", lambda *to: asked.append(to))
+    requests = []
+    download = "pdserve.engine.checkpoints.resolve.download"
+    monkeypatch.setattr(download, lambda *to: requests.append(to))
     assert main(["quantize", model, str(plain.with_name(out))]) == 1
     assert says in capsys.readouterr().err
-    assert not asked
+    assert not requests

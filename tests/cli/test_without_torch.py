@@ -48,9 +48,9 @@ def test_no_process_of_up_imports_torch(model: Path) -> None:
     options = ("--model", str(model), "--kv-tokens", "2048", "--remote-prefill", "always")
     with Fleet("--prefill", "1", "--decode", "1", *options) as fleet:
         params = {"max_tokens": 4, "ignore_eos": True}
-        asked = [ask(f"{count}", range(5, 5 + count), **params) for count in (1, 200)]
-        answered = fleet.generate(asked)
-        assert [len(answered[one.key]) for one in asked] == [4, 4]
+        requests = [ask(f"{count}", range(5, 5 + count), **params) for count in (1, 200)]
+        answered = fleet.generate(requests)
+        assert [len(answered[one.key]) for one in requests] == [4, 4]
         assert (fleet.prefills("local"), fleet.prefills("remote")) == (1, 1)
         up = psutil.Process(fleet.process.pid)
         family = [up, *up.children(recursive=True)]

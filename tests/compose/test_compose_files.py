@@ -120,16 +120,16 @@ def test_everything_is_scraped_once(services: dict[str, Any], watched: dict[str,
     ports = {"gateway": services["gateway"]["environment"]["PDSERVE_PORT"]}
     for role in ("router", "prefill", "decode"):
         ports[role] = watched[role]["environment"]["PDSERVE_METRICS_PORT"]
-    asked = {}
+    body = {}
     for job in yaml.safe_load((OBSERVABILITY / "compose/prometheus.yml").read_text())[
         "scrape_configs"
     ]:
         (found,) = job["dns_sd_configs"]
         (role,) = found["names"]
         assert job["job_name"] == f"pdserve-{role}"
-        asked[role] = found["port"]
+        body[role] = found["port"]
         assert bool(job.get("metric_relabel_configs")) == (role in WORKERS)
-    assert asked == ports
+    assert body == ports
 
 
 def test_files_that_the_overlay_mounts_exist(watched: dict[str, Any]) -> None:

@@ -47,14 +47,14 @@ def test_recorded_steps_ahead_do_not_change_tokens(arch: str, tmp_path: Path) ->
 
 def test_recorded_steps_do_not_change_penalties_and_logprobs(tmp_path: Path) -> None:
     path = write_tiny(tmp_path, "llama", seed=8, head_dim=16, num_hidden_layers=1)
-    asked = [
+    request = [
         ask("penalty", range(5), temperature=0.7, repetition_penalty=1.4, max_tokens=6),
         ask("scores", range(9), logprobs=3, max_tokens=4),
         ask("bias", range(4), logit_bias={7: 100.0}, max_tokens=3),
     ]
     recorder = ReplayRecorder()
-    events = run(interpreted_engine(path, ahead=True, recorder=recorder), *asked)
-    plain = run(interpreted_engine(path, ahead=False), *asked)
+    events = run(interpreted_engine(path, ahead=True, recorder=recorder), *request)
+    plain = run(interpreted_engine(path, ahead=False), *request)
     assert tokens(events) == tokens(plain)
     assert tokens(events)["bias", 0] == [7, 7, 7]
     assert recorder.replayed

@@ -12,10 +12,10 @@ from pdserve.engine.engine import Frozen
 def test_a_held_request_continues_where_it_was(subtests: pytest.Subtests) -> None:
     for window, before in product((0, 10), (2, 5, 9)):
         with subtests.test(window=window, before=before):
-            asked = ask("r", range(20), temperature=1.0, max_tokens=12, logprobs=2, seed=3)
-            whole = run(fake_engine(window=window), asked)
+            request = ask("r", range(20), temperature=1.0, max_tokens=12, logprobs=2, seed=3)
+            whole = run(fake_engine(window=window), request)
             engine = fake_engine(window=window)
-            engine.submit(asked)
+            engine.submit(request)
             events: list[Event] = []
             for _ in range(before):
                 step = engine.step()

@@ -41,7 +41,7 @@ def prompts(count: int = 16) -> dict[str, list[int]]:
     return {f"r{i}": [rng.randrange(256) for _ in range(1 + 11 * i)] for i in range(count)}
 
 
-def asked(sampled: bool, **options: Any) -> list[Any]:
+def make_requests(sampled: bool, **options: Any) -> list[Any]:
     temperature = 1.0 if sampled else 0.0
     return [
         ask(
@@ -56,7 +56,7 @@ def alone(engine_of: Maker) -> dict[bool, dict[tuple[str, int], list[int]]]:
     """Return the tokens of every request run alone, without a prefix cache."""
     engine = engine_of(prefix_cache=False)
     return {
-        sampled: {k: v for r in asked(sampled) for k, v in tokens(run(engine, r)).items()}
+        sampled: {k: v for r in make_requests(sampled) for k, v in tokens(run(engine, r)).items()}
         for sampled in (False, True)
     }
 
@@ -76,7 +76,7 @@ def test_batched_cached_preempted_and_chunked_requests_give_the_same_tokens(
 ) -> None:
     batched = engine_of()
     widths: list[int] = []
-    for request in asked(sampled):
+    for request in make_requests(sampled):
         batched.submit(request)
     events = []
     while (plan := batched.schedule()) is not None:
@@ -84,18 +84,18 @@ def test_batched_cached_preempted_and_chunked_requests_give_the_same_tokens(
         events += batched.collect(batched.launch(plan)).events
     assert max(widths) == 16
     assert tokens(events) == alone[sampled]
-    warm = run(batched, *asked(sampled))
+    warm = run(batched, *make_requests(sampled))
     assert sum(e.cached_tokens for e in of(warm, Finished)) > 500
     assert tokens(warm) == alone[sampled]
     assert_at_rest(batched)
 
     small = engine_of(kv_tokens=400, prefix_cache=False)
-    assert tokens(run(small, *asked(sampled))) == alone[sampled]
+    assert tokens(run(small, *make_requests(sampled))) == alone[sampled]
     assert small.stats().preemptions > 0
 
     for chunk_size in (7, 64):
         odd = engine_of(chunk_size=chunk_size, block_size=5)
-        events = run(odd, *asked(sampled))
+        events = run(odd, *make_requests(sampled))
         assert {e.num_tokens % chunk_size for e in of(events, PrefillComputed) if not e.done} == {0}
         assert tokens(events) == alone[sampled]
 
@@ -130,7 +130,7 @@ def test_several_choices_alone_together_resumed_and_aborted(engine_of: Maker) ->
     whole = tokens(run(engine_of(prefix_cache=False), ask("a", prompt, 3, **options)))
     assert len({tuple(ids) for ids in whole.values()}) == 3
     busy = engine_of()
-    events = run(busy, *asked(True), ask("a", prompt, 3, **options))
+    events = run(busy, *make_requests(True), ask("a", prompt, 3, **options))
     assert {k: v for k, v in tokens(events).items() if k[0] == "a"} == whole
     cuts = (0, 5, 11)
     states = tuple(ChoiceState(tuple(whole["a", c][:cut])) for c, cut in enumerate(cuts))

@@ -28,10 +28,10 @@ def test_a_parked_request_continues_where_it_was(subtests: pytest.Subtests) -> N
     five in decode."""
     for n, before in product((1, 3), (1, 2, 5)):
         with subtests.test(n=n, before=before):
-            asked = ask("r", range(20), n=n, temperature=1.0, max_tokens=12, logprobs=2, seed=3)
-            whole = run(fake_engine(), asked)
+            request = ask("r", range(20), n=n, temperature=1.0, max_tokens=12, logprobs=2, seed=3)
+            whole = run(fake_engine(), request)
             engine = fake_engine()
-            engine.submit(asked)
+            engine.submit(request)
             events = steps(engine, before)
             blocks, computed = used(engine), engine.stats().prompt_tokens
             assert engine.park("r")
@@ -157,10 +157,10 @@ def test_aborting_a_parked_request_frees_blocks_at_once_and_ends_it_once() -> No
 def test_single_choices_are_aborted_while_parked(subtests: pytest.Subtests) -> None:
     for before in (1, 4):
         with subtests.test(before=before):
-            asked = ask("r", range(20), n=3, temperature=1.0, seed=3)
-            whole = tokens(run(fake_engine(), asked))
+            request = ask("r", range(20), n=3, temperature=1.0, seed=3)
+            whole = tokens(run(fake_engine(), request))
             engine = fake_engine()
-            engine.submit(asked)
+            engine.submit(request)
             events = steps(engine, before)
             engine.park("r")
             assert engine.abort("r", [1])

@@ -65,7 +65,7 @@ class EngineMachine(RuleBasedStateMachine):
             ahead=launches_ahead,
         )
         self.source = fake_engine(200, window=window, prefix_cache=False)
-        self.asked: dict[str, Request] = {}
+        self.requests: dict[str, Request] = {}
         self.got: dict[tuple[str, int], list[int]] = {}
         self.ends: Counter[str] = Counter()
         self.aborted: set[str] = set()
@@ -73,7 +73,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.held: set[str] = set()
 
     def request(self, prompt: list[int], n: int, cut: int) -> Request:
-        key = f"r{len(self.asked)}"
+        key = f"r{len(self.requests)}"
         whole = reference(prompt, fake_spec(4, self.window), cut)
         cuts = [max(0, cut - c) for c in range(n)]  # choices have different lengths
         states = tuple(ChoiceState(tuple(whole[:at])) for at in cuts) if cut else ()
@@ -87,15 +87,15 @@ class EngineMachine(RuleBasedStateMachine):
         except ContextLengthExceeded:
             event("never fits")
             return
-        self.asked[request.key] = request
+        self.requests[request.key] = request
 
     @rule(prompt=PROMPTS)
     def submit_prefill(self, prompt: list[int]) -> None:
         # Only their holder releases held blocks: leave room for other requests.
         if len(self.held) < 1 and len(prompt) <= 16:
-            key = f"p{len(self.asked)}"
+            key = f"p{len(self.requests)}"
             self.engine.submit(ask(key, prompt, prefill_only=True))
-            self.asked[key] = ask(key, prompt, prefill_only=True)
+            self.requests[key] = ask(key, prompt, prefill_only=True)
             self.held.add(key)
 
     @rule(prompt=PROMPTS, n=st.integers(1, 2), cut=st.integers(0, 6))
@@ -110,7 +110,7 @@ class EngineMachine(RuleBasedStateMachine):
         if reservation is None:
             event("no blocks to reserve")
             return
-        self.asked[request.key] = request
+        self.requests[request.key] = request
         self.reservations.append((reservation, request))
 
     @precondition(lambda self: self.reservations)
@@ -156,10 +156,10 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.kv.write(group, range(1), targets, memoryview(payload))
         self.source.release_held("source")
 
-    @precondition(lambda self: self.asked)
+    @precondition(lambda self: self.requests)
     @rule(data=st.data(), choice=st.sampled_from([None, 0, 1]))
     def abort(self, data: st.DataObject, choice: int | None) -> None:
-        key = data.draw(st.sampled_from(sorted(self.asked)))
+        key = data.draw(st.sampled_from(sorted(self.requests)))
         known = key in self.engine.jobs.by_key
         assert self.engine.abort(key, () if choice is None else (choice,)) == known
         if known:
@@ -168,10 +168,10 @@ class EngineMachine(RuleBasedStateMachine):
                 self.held.discard(key)
                 self.ends[key] = 1  # a held request was already counted
 
-    @precondition(lambda self: self.asked)
+    @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def park(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.asked)))
+        key = data.draw(st.sampled_from(sorted(self.requests)))
         jobs = self.engine.jobs
         steps = key in jobs.waiting or key in {job.key for job in jobs.running}
         if key not in self.held:
@@ -206,7 +206,7 @@ class EngineMachine(RuleBasedStateMachine):
                 event("evicted")
                 self.aborted.add(e.key)
             if isinstance(e, Finished | Evicted) or (
-                isinstance(e, PrefillComputed) and e.done and self.asked[e.key].prefill_only
+                isinstance(e, PrefillComputed) and e.done and self.requests[e.key].prefill_only
             ):
                 self.ends[e.key] += 1
 
@@ -245,7 +245,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.release_held()
         event(f"preemptions: {min(self.engine.stats().preemptions, 3)}")
         event(f"hits: {self.engine.stats().prefix_hits > 0}")
-        for key, request in self.asked.items():
+        for key, request in self.requests.items():
             assert self.ends[key] == 1, (key, self.ends[key])
             if key in self.aborted or request.prefill_only or key not in {k for k, _ in self.got}:
                 continue

@@ -41,7 +41,7 @@ def pool(key: str, prompt: list[int]) -> Request:
     return replace(ask(key, prompt), pool=True)
 
 
-def asked(count: int = 12) -> list[Request]:
+def make_requests(count: int = 12) -> list[Request]:
     rng = random.Random(3)
     lengths = [1 + 13 * i for i in range(count)]
     return [pool(f"r{n}", [rng.randrange(256) for _ in range(n)]) for n in lengths]
@@ -98,19 +98,21 @@ def engine_of(kernels: str, folder: Path) -> Maker:
 def alone(engine_of: Maker) -> dict[str, tuple[float, ...]]:
     """Return the vectors of every request run alone, without a prefix cache."""
     engine = engine_of(prefix_cache=False)
-    return {key: v for request in asked() for key, v in vectors(run(engine, request)).items()}
+    return {
+        key: v for request in make_requests() for key, v in vectors(run(engine, request)).items()
+    }
 
 
 def test_vectors_equal_those_of_transformers(folder: Path, pooling: str, alone: Any) -> None:
     oracle = Oracle(folder, pooling)
-    for request in asked():
+    for request in make_requests():
         got = torch.tensor(alone[request.key])
         assert torch.allclose(got, oracle.pooled(request.prompt_ids), atol=1e-4, rtol=1e-4)
 
 
 def test_batched_requests_give_the_same_vectors(engine_of: Maker, alone: Any, same: Any) -> None:
     engine = engine_of(step_tokens=64 + 256)
-    for request in asked():
+    for request in make_requests():
         engine.submit(request)
     widths: list[int] = []
     events: list[Event] = []
@@ -126,7 +128,7 @@ def test_batched_requests_give_the_same_vectors(engine_of: Maker, alone: Any, sa
 
 def test_chunks_give_the_same_vectors(engine_of: Maker, alone: Any, same: Any) -> None:
     for chunk_size in (16, 256):
-        events = run(engine_of(chunk_size=chunk_size), *asked())
+        events = run(engine_of(chunk_size=chunk_size), *make_requests())
         parts = [e for e in of(events, PrefillComputed) if not e.done]
         assert bool(parts) == (chunk_size == 16)
         assert same(vectors(events), alone)
@@ -136,8 +138,8 @@ def test_prefix_hits_give_the_same_vectors(
     engine_of: Maker, pooling: str, alone: Any, same: Any
 ) -> None:
     engine = engine_of()
-    run(engine, *asked())
-    warm = run(engine, *asked())
+    run(engine, *make_requests())
+    warm = run(engine, *make_requests())
     hits = sum(e.cached_tokens for e in of(warm, Finished))
     assert (hits > 500) == (pooling == "last"), (
         "a mean needs the states of all tokens, so it cannot use cached ones"
@@ -147,7 +149,7 @@ def test_prefix_hits_give_the_same_vectors(
 
 def test_preempted_requests_give_the_same_vectors(engine_of: Maker, alone: Any, same: Any) -> None:
     engine = engine_of(kv_tokens=160, prefix_cache=False, chunk_size=16, context_len=160)
-    longest = asked()[-1]
+    longest = make_requests()[-1]
     engine.submit(longest)
     for _ in range(3):
         engine.step()
@@ -169,9 +171,9 @@ def test_a_prompt_may_fill_the_context(engine_of: Maker) -> None:
 
 def test_abort_releases_the_blocks(engine_of: Maker) -> None:
     engine = engine_of()
-    engine.submit(asked()[-1])
+    engine.submit(make_requests()[-1])
     engine.step()
-    assert engine.abort(asked()[-1].key)
+    assert engine.abort(make_requests()[-1].key)
     events = run(engine)
     assert not of(events, Pooled)
     assert of(events, Finished)

@@ -49,16 +49,16 @@ async def test_rest_accepts_values_at_the_bounds(make_http, subtests):
 
 
 async def test_rest_refuses_values_just_outside(make_http, subtests):
-    asked = router()
-    client = make_http(asked)
+    request = router()
+    client = make_http(request)
     for name, value in BEYOND:
         with subtests.test(name=name, value=value):
-            asked.starts.clear()
+            request.starts.clear()
             for path, field, body in bodies(name, value):
                 reply = await client.post(path, json=body)
                 assert reply.status_code == 400, reply.text
                 assert reply.json()["error"]["param"] == field
-            assert asked.starts == []
+            assert request.starts == []
 
 
 async def test_list_lengths_are_bounded(make_http, subtests):
@@ -94,8 +94,8 @@ def on_the_wire(name: str, value: Any) -> TextOptions | None:
 
 
 async def test_grpc_accepts_values_at_the_bounds(make_channel):
-    asked = router()
-    text = TextStub(await make_channel(asked))
+    fake = router()
+    text = TextStub(await make_channel(fake))
     taken = 0
     for name, value in AT:
         options = on_the_wire(name, value) if name in IN_TEXT else None
@@ -104,12 +104,12 @@ async def test_grpc_accepts_values_at_the_bounds(make_channel):
             request = CompleteRequest(model="tiny", prompt="hi", options=options)
             assert [chunk async for chunk in text.Complete(request)], (name, value)
             taken += 1
-    assert len(asked.starts) == taken >= 2 * len(IN_TEXT) - 5
+    assert len(fake.starts) == taken >= 2 * len(IN_TEXT) - 5
 
 
 async def test_grpc_refuses_values_just_outside(make_channel):
-    asked = router()
-    text = TextStub(await make_channel(asked))
+    request = router()
+    text = TextStub(await make_channel(request))
     refused = set()
     for name, value in BEYOND:
         options = on_the_wire(name, value) if name in IN_TEXT else None
@@ -122,4 +122,4 @@ async def test_grpc_refuses_values_just_outside(make_channel):
         assert name in (caught.value.details() or "") or name == "logit_bias"
         refused.add(name)
     assert len(refused) >= len(IN_TEXT) - 3
-    assert asked.starts == []
+    assert request.starts == []

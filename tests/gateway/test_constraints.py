@@ -27,8 +27,8 @@ async def params_of(
     """The router and the sampling parameters that a worker would receive."""
     router = router or FakeRouter(saying("x"))
     service = scripted_service(router)
-    asked = TextCompletionRequest("tiny", [prompt], RequestedSampling(**sampling))
-    async with service.prepare(asked, Caller("r")) as completion:
+    request = TextCompletionRequest("tiny", [prompt], RequestedSampling(**sampling))
+    async with service.prepare(request, Caller("r")) as completion:
         return router, completion.prompts[0].params
 
 
@@ -122,8 +122,8 @@ async def test_each_prompt_has_its_constraints() -> None:
     sampling = RequestedSampling(
         thinking_budget=2, thinking_tags=("<think>", "</think>"), bad_words=("x",), structure=WORD
     )
-    asked = TextCompletionRequest("tiny", ["a", "a<think>"], sampling)
-    async with service.prepare(asked, Caller("r")) as completion:
+    request = TextCompletionRequest("tiny", ["a", "a<think>"], sampling)
+    async with service.prepare(request, Caller("r")) as completion:
         plain, begun = (prompt.params for prompt in completion.prompts)
     assert plain.grammar == begun.grammar
     assert plain.bad_words == begun.bad_words

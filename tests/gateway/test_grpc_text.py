@@ -41,8 +41,8 @@ async def test_complete_with_options(make_channel):
         stop=["o w"],
         seed=4,
     )
-    asked = CompleteRequest(model="tiny", prompt="x", options=options)
-    chunks = [chunk async for chunk in text.Complete(asked)]
+    request = CompleteRequest(model="tiny", prompt="x", options=options)
+    chunks = [chunk async for chunk in text.Complete(request)]
     assert "".join(chunk.text for chunk in chunks) == "hell"
     start = router.starts[0]
     assert (start.params.temperature, start.params.top_k, start.params.max_tokens) == (0, 3, 9)
@@ -120,11 +120,11 @@ async def test_each_key_has_a_separate_prefix_cache(make_channel):
         metadata = (("authorization", f"Bearer {key}"),)
         for salt in (b"", b"mine"):
             options = TextOptions(cache_salt=salt)
-            for asked in (
+            for request in (
                 text.Chat(ChatRequest(messages=HI, options=options), metadata=metadata),
                 text.Complete(CompleteRequest(prompt="x", options=options), metadata=metadata),
             ):
-                assert [chunk async for chunk in asked]
+                assert [chunk async for chunk in request]
     salts = [start.cache_salt for start in router.starts]
     assert len(salts) == 8
     assert len(set(salts)) == 4

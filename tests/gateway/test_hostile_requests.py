@@ -166,7 +166,7 @@ async def test_a_broken_tool_schema_does_not_affect_other_requests(
         for strict in (False, True):
             with subtests.test(f"{name}, strict: {strict}"):
                 tools = [{"type": "function", "function": {**tool, "strict": strict}}]
-                asked = {**plain, "tools": tools, "tool_choice": "required"}
-                reply = await client.post(CHAT, json=asked)
+                body = {**plain, "tools": tools, "tool_choice": "required"}
+                reply = await client.post(CHAT, json=body)
                 assert reply.status_code == (400 if strict else 200), reply.text
                 assert (await client.post(CHAT, json=plain)).status_code == 200

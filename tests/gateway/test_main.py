@@ -187,10 +187,10 @@ async def test_every_api_is_mounted(gateway):
     async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http:
         reply = await http.post("/v1/responses", json={"model": "tiny", "input": items})
         assert reply.json()["output"][0]["content"][0]["text"] == "hello world", reply.text
-        asked = {"model": "tiny", "max_tokens": 99, "messages": turns}
-        reply = await http.post("/v1/messages", json=asked)
+        body = {"model": "tiny", "max_tokens": 99, "messages": turns}
+        reply = await http.post("/v1/messages", json=body)
         assert reply.json()["content"][0]["text"] == "hello world", reply.text
-        counted = await http.post("/v1/messages/count_tokens", json=asked)
+        counted = await http.post("/v1/messages/count_tokens", json=body)
         usage = reply.json()["usage"]
         prompt_tokens = usage["input_tokens"] + usage["cache_read_input_tokens"]
         assert counted.json() == {"input_tokens": prompt_tokens}
@@ -252,7 +252,7 @@ async def test_a_stop_lets_open_requests_finish(servicer, gateway):
     servicer[0].router.play = play
     assert (await gateway.event())[0] == "ready"
     async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
-        asked = asyncio.create_task(
+        request = asyncio.create_task(
             http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
         )
         await eventually(lambda: servicer[0].router.starts)
@@ -265,7 +265,7 @@ async def test_a_stop_lets_open_requests_finish(servicer, gateway):
         refused = await http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
         assert refused.status_code == 503
         hold.set()
-        assert (await asked).json()["choices"][0]["message"]["content"] == "hello"
+        assert (await request).json()["choices"][0]["message"]["content"] == "hello"
     assert await gateway.ended() == 0
 
 
@@ -303,12 +303,12 @@ async def test_without_a_drain_time_it_exits_at_once(servicer, stream):
     assert (await gateway.event())[0] == "ready"
     async with httpx.AsyncClient(base_url=figures["url"], timeout=LIMIT_S) as http:
         body = {"model": "tiny", "messages": HI, "stream": stream}
-        asked = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+        request = asyncio.create_task(http.post("/v1/chat/completions", json=body))
         await eventually(lambda: servicer[0].router.starts)
         began = time.monotonic()
         assert await gateway.stop() == 0
         assert time.monotonic() - began < 10.0
-        await asyncio.gather(asked, return_exceptions=True)
+        await asyncio.gather(request, return_exceptions=True)
 
 
 async def test_a_disconnect_cancels_at_the_router(servicer, gateway):
@@ -319,12 +319,12 @@ async def test_a_disconnect_cancels_at_the_router(servicer, gateway):
     servicer[0].router.play = play
     assert (await gateway.event())[0] == "ready"
     async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http:
-        asked = asyncio.create_task(
+        request = asyncio.create_task(
             http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
         )
         await eventually(lambda: servicer[0].router.starts)
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
         left = await asyncio.wait_for(servicer[0].cancelled.get(), LIMIT_S)
     assert left == servicer[0].router.starts[0].request
     assert await gateway.stop() == 0
@@ -366,8 +366,8 @@ async def test_a_tool_program_is_called_and_exits_with_the_gateway(end, tmp_path
     await host.stop(0)
 
 
-async def _is(asked, wanted: str) -> bool:
-    return await asked() == wanted
+async def _is(request, wanted: str) -> bool:
+    return await request() == wanted
 
 
 async def test_an_invalid_server_file_is_named(tmp_path):

@@ -43,12 +43,12 @@ async def test_a_slow_tokenizer_does_not_block_the_loop(make_http, pool):
     assert (await chat()).status_code == 200
     (worker,) = workers()
     worker.suspend()
-    asked = asyncio.create_task(chat())
+    request = asyncio.create_task(chat())
     for _ in range(5):
         assert (await client.get("/health")).status_code == 200
-    assert not asked.done()
+    assert not request.done()
     worker.resume()
-    assert (await asked).status_code == 200
+    assert (await request).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -102,17 +102,17 @@ async def test_a_broken_blob_is_a_server_error(make_http, caplog, monkeypatch, b
     for _ in range(2):
         assert (await client.get("/ready")).status_code == 200
     assert caplog.text.count(said) == 1
-    asked = {"json": {"model": "tiny", "messages": HI}}
+    body = {"json": {"model": "tiny", "messages": HI}}
     for stream in (False, True):
-        answer = await client.post("/v1/chat/completions", json={**asked["json"], "stream": stream})
+        answer = await client.post("/v1/chat/completions", json={**body["json"], "stream": stream})
         assert answer.status_code == 503
         assert set(answer.json()) == {"error"}
         assert int(answer.headers["retry-after"]) in range(50, 61)
     assert pool.loads == 1
     blobs[digest] = good
-    assert (await client.post("/v1/chat/completions", **asked)).status_code == 503
+    assert (await client.post("/v1/chat/completions", **body)).status_code == 503
     monkeypatch.setattr("pdserve.gateway.catalog.REFUSED_S", 0.0)
-    assert (await client.post("/v1/chat/completions", **asked)).status_code == 200
+    assert (await client.post("/v1/chat/completions", **body)).status_code == 200
 
 
 async def test_models_are_ready_once_loaded(anyio_backend):
@@ -200,12 +200,12 @@ async def test_ready_waits_for_the_tokenizer(make_http, monkeypatch):
 
 
 async def test_concurrent_readiness_checks_are_shared(make_http):
-    router, asked = FakeRouter(saying("x")), 0
+    router, num_calls = FakeRouter(saying("x")), 0
     fleet = router.fleet
 
     async def slow():
-        nonlocal asked
-        asked += 1
+        nonlocal num_calls
+        num_calls += 1
         for _ in range(20):
             await asyncio.sleep(0)
         return await fleet()
@@ -216,7 +216,7 @@ async def test_concurrent_readiness_checks_are_shared(make_http):
     replies = await asyncio.gather(*(client.get("/ready") for _ in range(10)))
     assert {reply.status_code for reply in replies} == {503}
     assert "no router can be reached" in replies[0].text
-    assert asked < 5
+    assert num_calls < 5
     assert (await client.get("/ready")).status_code == 503
 
 

@@ -71,8 +71,8 @@ class Streams:
 
 async def begin(held: AsyncExitStack, client: httpx.AsyncClient) -> AsyncIterator[str]:
     """The lines of a stream after its first token."""
-    asked = client.stream("POST", CHAT, json=BODY | {"stream": True})
-    lines = (await held.enter_async_context(asked)).aiter_lines()
+    request = client.stream("POST", CHAT, json=BODY | {"stream": True})
+    lines = (await held.enter_async_context(request)).aiter_lines()
     async for line in lines:
         if "hello" in line:
             break
@@ -149,9 +149,9 @@ async def test_both_record_the_same_traces(
     starts = servicer[0].router.starts
     async with gateway.both("five") as clients:
         for _ in range(LIMIT // 2):
-            asked = {"traceparent": f"00-{os.urandom(16).hex()}-b7ad6b7169203331-01"}
+            body = {"traceparent": f"00-{os.urandom(16).hex()}-b7ad6b7169203331-01"}
             for client in clients:
-                assert (await client.post(CHAT, json=BODY, headers=asked)).status_code == 200
+                assert (await client.post(CHAT, json=BODY, headers=body)).status_code == 200
             assert starts[-2].trace_parent == starts[-1].trace_parent
 
 
@@ -214,9 +214,9 @@ async def test_grpc_is_served_by_both(gateway: GatewayWorkers) -> None:
         listening = [c for c in worker.net_connections("tcp") if c.status == "LISTEN"]
         assert port in [conn.laddr.port for conn in listening], name
     async with grpc.aio.insecure_channel(gateway.grpc) as channel:
-        asked = ChatRequest(messages=[ChatMessage(role="user", content="hi")])
+        request = ChatRequest(messages=[ChatMessage(role="user", content="hi")])
         metadata = (("authorization", "Bearer four"),)
-        chunks = [chunk async for chunk in TextStub(channel).Chat(asked, metadata=metadata)]
+        chunks = [chunk async for chunk in TextStub(channel).Chat(request, metadata=metadata)]
     assert "".join(chunk.text for chunk in chunks) == "hello world"
 
 

@@ -34,8 +34,8 @@ def test_the_pool_selects_the_decode_pods(manifests: dict[tuple[str, str], Manif
     assert env(gateway)["PDSERVE_PORT"] == str(ports["http"])
     seen = manifests["Service", "pdserve-decode-http"]["spec"]
     assert (seen["clusterIP"], seen["selector"]) == ("None", wanted)
-    asked = env(containers(manifests["Deployment", "pdserve-picker"])["pdserve"])
-    assert asked["PDSERVE_ENDPOINTS"] == f"pdserve-decode-http:{ports['http']}"
+    request = env(containers(manifests["Deployment", "pdserve-picker"])["pdserve"])
+    assert request["PDSERVE_ENDPOINTS"] == f"pdserve-decode-http:{ports['http']}"
     worker = env(containers(manifests["Deployment", "pdserve-decode"])["pdserve"])
     assert worker["PDSERVE_ADVERTISE"].startswith("$(POD_IP):")  # the router compares this host
 

@@ -29,7 +29,7 @@ def broken(load: scaling.Load, found: dict[str, Any]) -> list[str]:
         "keeps the backlog": found["backlog_s"] < MOST_BACKLOG_S,
         "keeps the wait": found["wait_s"][0.99] < MOST_BACKLOG_S,
         "comes back": found["last"] == found["least"],
-        "serves nearly all": unserved <= MOST_UNSERVED * found["asked"],
+        "serves nearly all": unserved <= MOST_UNSERVED * found["requests"],
         "no stream breaks": not found["ends"].get("broken") and not found["cut"],
         "one reversal": found["reversals"] <= 1,
     }
@@ -63,11 +63,11 @@ def test_requests_that_are_not_served_are_found() -> None:
     load, none = scaling.LOADS["decode"], {"pdserve-prefill": 0, "pdserve-decode": 0}
     machine = Machine(kv_tokens=4096, start_s=120.0, waiting=none)
     found = scaling.run(load, machine, 1, 120.0)
-    assert found["ends"]["late"] > MOST_UNSERVED * found["asked"]
+    assert found["ends"]["late"] > MOST_UNSERVED * found["requests"]
     assert "serves nearly all" in broken(load, found)
     for refused, holds in ((2, True), (3, False)):
         ends = {"ok": 990, "late": 3, "refused": refused}
-        judged = broken(load, found | {"asked": 1000, "ends": ends})
+        judged = broken(load, found | {"requests": 1000, "ends": ends})
         assert ("serves nearly all" not in judged) is holds
 
 
@@ -107,7 +107,7 @@ def test_decode_rows_are_known_without_prefill_workers() -> None:
     """Without decode workers the query has no result, which must not count as idle."""
     query = trigger("decode", "rows")
 
-    def asked(*roles: str) -> float | None:
+    def answer(*roles: str) -> float | None:
         families = [
             GaugeMetricFamily(f"vllm:num_requests_{name}", "", value=value)
             for name, value in (("running", 7.0), ("waiting", 2.0))
@@ -116,9 +116,9 @@ def test_decode_rows_are_known_without_prefill_workers() -> None:
         scraped.seen([(f"pdserve-{role}-1", families) for role in roles], 0.0)
         return scraped.ask(query, 0.0)
 
-    assert asked("decode") == 9
-    assert asked("decode", "prefill") == 0
-    assert asked("prefill") is None
+    assert answer("decode") == 9
+    assert answer("decode", "prefill") == 0
+    assert answer("prefill") is None
 
 
 def scaler(**behavior: Any) -> Autoscaler:

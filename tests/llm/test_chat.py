@@ -151,10 +151,10 @@ def test_reasoning_is_separate_from_the_answer(tmp_path: Path) -> None:
 
 
 def test_several_conversations_are_one_batch(llm: LLM) -> None:
-    asked = [[Message(role="user", content=f"number {n}")] for n in range(5)]
-    together = llm.chat(asked, GREEDY)
-    assert [one.text for one in together] == [llm.chat(one, GREEDY).text for one in asked]
-    each = llm.chat(asked[:2], [GREEDY, replace(GREEDY, max_tokens=3)])
+    requests = [[Message(role="user", content=f"number {n}")] for n in range(5)]
+    together = llm.chat(requests, GREEDY)
+    assert [one.text for one in together] == [llm.chat(one, GREEDY).text for one in requests]
+    each = llm.chat(requests[:2], [GREEDY, replace(GREEDY, max_tokens=3)])
     assert [len(one.outputs[0].token_ids) for one in each] == [12, 3]
 
 

@@ -64,8 +64,8 @@ def test_an_unknown_name_is_a_type_error() -> None:
 def test_a_structural_tag_is_accepted_with_its_schema_as_text_or_dict() -> None:
     for schema in ({"enum": [1]}, '{"enum": [1]}'):
         tags = {"begin": "<n>", "schema": schema, "end": "</n>"}
-        asked = StructuredOutputsParams(structural_tag={"structures": (tags,), "triggers": "<n"})
-        assert asked.structure().value == {
+        request = StructuredOutputsParams(structural_tag={"structures": (tags,), "triggers": "<n"})
+        assert request.structure().value == {
             "structures": [{"begin": "<n>", "schema": {"enum": [1]}, "end": "</n>"}],
             "triggers": ["<n"],
         }

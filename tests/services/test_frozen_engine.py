@@ -197,10 +197,10 @@ async def test_a_worker_with_a_hung_engine_still_ends(tmp_path: Path) -> None:
         await made.workers()
         odd = made.odd.pop("a")
         (odd.folder / "hang").touch()
-        asked = asyncio.create_task(made.generate("tiny", prompt(20), 8))
+        request = asyncio.create_task(made.generate("tiny", prompt(20), 8))
         await eventually((odd.folder / "hung").exists)
         code = await asyncio.to_thread(odd.end, False)
         assert code == 1, "it gave up after its drain, grace and close; the engine hangs forever"
         assert "did not end in time" in odd.log.read_text()
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)

@@ -56,9 +56,9 @@ def handed_over(transport: str, folder: Path) -> Iterator[Pair]:
         pair.decode.kv.write = counted  # type: ignore[method-assign]
         sent = 0
         for seed in range(4):
-            asked = request(150, seed=seed, max_tokens=3)
-            attempt = pair.hand_off(asked)
-            assert pair.answer(asked) == local(asked, **options)
+            job = request(150, seed=seed, max_tokens=3)
+            attempt = pair.hand_off(job)
+            assert pair.answer(job) == local(job, **options)
             pair.wait(lambda one=attempt: one in pair.sent)  # type: ignore[misc]
             assert pair.sent[attempt].reason == ""
             sent += pair.sent[attempt].num_bytes

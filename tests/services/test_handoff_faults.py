@@ -27,11 +27,11 @@ TRANSPORTS = list(transports())
 
 
 def test_a_cancel_before_the_claim_is_answered_gone(pair: Pair) -> None:
-    asked = request(50)
-    ticket = pair.admit(asked)
+    job = request(50)
+    ticket = pair.admit(job)
     assert ticket is not None
     assert pair.at_decode(lambda r: r.cancel(ticket.attempt, "cancel"))
-    pair.start(asked, ticket)
+    pair.start(job, ticket)
     pair.wait(lambda: ticket.attempt in pair.sent)
     assert pair.sent[ticket.attempt].reason == "decode does not know the attempt"
     assert pair.lost == {ticket.attempt: "cancel"}
@@ -41,7 +41,7 @@ def test_a_cancel_before_the_claim_is_answered_gone(pair: Pair) -> None:
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("chunk", [1, 5, 12])
 def test_abort_at_each_phase(pair: Pair, side: str, chunk: int) -> None:
-    asked, hits = request(200), []
+    job, hits = request(200), []
 
     def hook(step: Any) -> None:
         chunks = sum(isinstance(e, PrefillComputed) for e in step.events)
@@ -53,8 +53,8 @@ def test_abort_at_each_phase(pair: Pair, side: str, chunk: int) -> None:
                 pair.decode_thread.post(lambda _: pair.receiver.cancel(attempt, "cancel"))
 
     pair.prefill_hook = hook
-    attempt = bytes.fromhex(asked.key)
-    pair.hand_off(asked)
+    attempt = bytes.fromhex(job.key)
+    pair.hand_off(job)
     pair.wait(lambda: attempt in pair.sent and (attempt in pair.lost or attempt in pair.received))
     assert len(hits) >= chunk
     if side == "prefill":
@@ -64,12 +64,12 @@ def test_abort_at_each_phase(pair: Pair, side: str, chunk: int) -> None:
         assert pair.lost[attempt] == "cancel"
         assert pair.sent[attempt].reason in ("peer: cancel", "decode does not know the attempt")
     if attempt in pair.received:
-        pair.answer(asked)
+        pair.answer(job)
     pair.assert_clean()
 
 
 def test_prefill_killed_between_the_first_and_the_last_frame(pair: Pair) -> None:
-    asked = request(200)
+    job = request(200)
     killed: list[int] = []
 
     def hook(step: Any) -> None:
@@ -81,16 +81,16 @@ def test_prefill_killed_between_the_first_and_the_last_frame(pair: Pair) -> None
 
     pair.prefill_hook = hook
     slow_frames(pair)
-    attempt = pair.hand_off(asked)
+    attempt = pair.hand_off(job)
     pair.wait(lambda: attempt in pair.lost)
     assert 1 <= killed[0] < 13, "between the first and the last frame"
     assert pair.lost[attempt].startswith("connection: ")
     pair.wait(lambda: attempt in pair.sent)
     assert pair.sent[attempt].reason.startswith("connection: ")
     pair.assert_clean()
-    again = fresh(asked)
+    again = fresh(job)
     pair.hand_off(again)
-    assert pair.answer(again) == local(asked), "a new attempt on a new connection"
+    assert pair.answer(again) == local(job), "a new attempt on a new connection"
 
 
 def slow_frames(pair: Pair) -> None:
@@ -129,9 +129,9 @@ def test_a_corrupt_frame_is_resent(
 ) -> None:
     hits = corrupt(monkeypatch, 2)  # even if it is twice the same frame
     pair = make_pair(transport)
-    asked = request(200)
-    attempt = pair.hand_off(asked)
-    assert pair.answer(asked) == local(asked)
+    job = request(200)
+    attempt = pair.hand_off(job)
+    assert pair.answer(job) == local(job)
     assert len(hits) == 2
     assert pair.receiver.counters["corrupt_frames"] == 2
     pair.wait(lambda: attempt in pair.sent)
@@ -188,8 +188,8 @@ def test_other_models_are_refused_and_named(
     identity = {k: change[k] for k in change if k == "decode_identity"}
     geometry = {k: change[k] for k in change if k != "decode_identity"}
     pair = Pair(fake_engine(), fake_engine(**geometry), "tcp", tmp_path, **identity)
-    asked = request(50)
-    attempt = pair.hand_off(asked)
+    job = request(50)
+    attempt = pair.hand_off(job)
     pair.wait(lambda: attempt in pair.sent)
     assert named in pair.sent[attempt].reason
     pair.at_decode(lambda r: r.cancel(attempt, "the router heard of it"))
@@ -200,11 +200,11 @@ def test_other_models_are_refused_and_named(
 def test_a_deadline_ends_both_sides(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair(num_blocks=64, decode={"num_blocks": 40})
     blocker = pair.decode_thread.post(lambda e: e.reserve(request(150))).result(LIMIT_S)
-    asked = request(60)
+    job = request(60)
     promise_anything(monkeypatch)
-    ticket = pair.admit(asked, time.monotonic() + 0.3)
+    ticket = pair.admit(job, time.monotonic() + 0.3)
     assert ticket is not None
-    pair.start(asked, ticket)
+    pair.start(job, ticket)
     pair.wait(lambda: ticket.attempt in pair.lost and ticket.attempt in pair.sent)
     assert pair.lost[ticket.attempt] == "deadline"
     assert pair.sent[ticket.attempt].reason == "peer: deadline"
@@ -229,8 +229,8 @@ def test_a_silent_peer_ends_the_attempt(
 
 
 def test_frames_that_arrive_after_their_attempt_has_ended_change_no_block(pair: Pair) -> None:
-    asked = request(200)
-    ticket = pair.admit(asked)
+    job = request(200)
+    ticket = pair.admit(job)
     assert ticket is not None
     before = [data.copy() for data in pair.decode.kv.data]
     arrived, ended = threading.Event(), threading.Event()
@@ -243,7 +243,7 @@ def test_frames_that_arrive_after_their_attempt_has_ended_change_no_block(pair: 
         payload(*args)
 
     pair.receiver.payload = held  # type: ignore[method-assign]
-    pair.start(asked, ticket)
+    pair.start(job, ticket)
     assert arrived.wait(LIMIT_S)
     pair.at_decode(lambda r: r.cancel(ticket.attempt, "cancel"))
     ended.set()
@@ -258,8 +258,8 @@ def test_frames_wait_on_a_device_when_their_attempt_ends(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair(transport="cuda_ipc")
-    asked = request(200)
-    ticket = pair.admit(asked)
+    job = request(200)
+    ticket = pair.admit(job)
     assert ticket is not None
     before = [data.copy() for data in pair.decode.kv.data]
     begun = threading.Event()
@@ -272,7 +272,7 @@ def test_frames_wait_on_a_device_when_their_attempt_ends(
 
     monkeypatch.setattr(DeviceFrames, "arrived", arrives)
     monkeypatch.setattr(DeviceFrames, "poll", lambda frames: begun.is_set() and poll(frames))
-    pair.start(asked, ticket)
+    pair.start(job, ticket)
     pair.wait(lambda: len(waiting_frames) > 0)
 
     def cancel(receiver: Receiver) -> int:
@@ -298,9 +298,9 @@ def test_unauthenticated_connections_are_few_cost_no_window_and_block_no_peer(
     links = [link for link in pair.receiver.links if link.open]
     assert len(links) == MAX_UNPROVEN
     assert not any(link._wire._payload_buffer for link in links)
-    asked = request(50)
-    pair.hand_off(asked)
-    assert pair.answer(asked) == local(asked), "the oldest unauthenticated connection is closed"
+    job = request(50)
+    pair.hand_off(job)
+    assert pair.answer(job) == local(job), "the oldest unauthenticated connection is closed"
     assert pair.receiver.counters["unproven_refused"] == 5
     for one in strangers:
         one.close()
@@ -321,20 +321,20 @@ def test_many_connections_of_one_address_cost_others_nothing(
     pair.wait(lambda: pair.receiver.counters["unproven_refused"] == 10)
     hosts = Counter(link.host for link in pair.receiver.links if link.open)
     assert hosts == {"127.0.0.2": 1, "127.0.0.3": MAX_UNPROVEN - 1}
-    asked = request(50)
-    pair.hand_off(asked)
-    assert pair.answer(asked) == local(asked)
+    job = request(50)
+    pair.hand_off(job)
+    assert pair.answer(job) == local(job)
     for one in (other, *crowd):
         one.close()
 
 
 def test_no_listener_at_the_address(make_pair: MakePair) -> None:
     pair = make_pair()
-    asked = request(50)
-    ticket = pair.admit(asked)
+    job = request(50)
+    ticket = pair.admit(job)
     assert ticket is not None
     pair.addresses["tcp"] = "127.0.0.1:9"
-    pair.start(asked, ticket)
+    pair.start(job, ticket)
     pair.wait(lambda: ticket.attempt in pair.sent)
     assert pair.sent[ticket.attempt].reason.startswith("cannot reach decode: tcp: 127.0.0.1:9")
     pair.at_decode(lambda r: r.cancel(ticket.attempt, "the router heard of it"))
@@ -343,10 +343,10 @@ def test_no_listener_at_the_address(make_pair: MakePair) -> None:
 
 def test_ids_of_another_length_are_refused(make_pair: MakePair) -> None:
     pair = make_pair()
-    asked = request(50)
-    ticket = pair.admit(asked)
+    job = request(50)
+    ticket = pair.admit(job)
     assert ticket is not None
-    pair.start(asked, ticket, prompt(30))
+    pair.start(job, ticket, prompt(30))
     pair.wait(lambda: ticket.attempt in pair.lost and ticket.attempt in pair.sent)
     assert pair.lost[ticket.attempt] == "the Claim names 30 tokens instead of 49"
     pair.assert_clean()

@@ -77,9 +77,9 @@ def test_another_identity_is_refused_by_name(tmp_path: Path, subtests: pytest.Su
             if not admitted:
                 assert refused(pair) == f"cannot reach decode: tcp: refused by decode: {text}"
             else:
-                asked = request(50)
-                attempt = pair.hand_off(asked)
-                assert pair.answer(asked) == local(asked)
+                job = request(50)
+                attempt = pair.hand_off(job)
+                assert pair.answer(job) == local(job)
                 assert pair.received[attempt].inexact
                 assert pair.at_decode(lambda r: r.counters["inexact"]) == 1
                 pair.assert_clean()
@@ -88,18 +88,18 @@ def test_another_identity_is_refused_by_name(tmp_path: Path, subtests: pytest.Su
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_the_same_identity_is_exact(transport: str, make_pair: MakePair) -> None:
     pair = make_pair(transport, mixing=Mixing(True, True))
-    asked = request(50)
-    attempt = pair.hand_off(asked)
-    assert pair.answer(asked) == local(asked)
+    job = request(50)
+    attempt = pair.hand_off(job)
+    assert pair.answer(job) == local(job)
     assert not pair.received[attempt].inexact
     assert pair.at_decode(lambda r: r.counters["inexact"]) == 0
 
 
 def test_blocks_of_another_identity_are_cached_for_that_pair_only(tmp_path: Path) -> None:
     pair = pair_of(OTHER_WEIGHTS, OURS, Mixing(weights=True), tmp_path)
-    asked = request(50)
-    first, ids = pair.hand_off(asked), asked.prompt_ids
-    pair.answer(asked)
+    job = request(50)
+    first, ids = pair.hand_off(job), job.prompt_ids
+    pair.answer(job)
     added, _ = pair.decode_thread.post(lambda e: e.take_prefix_events()).result(LIMIT_S)
     mixed = chain_hashes(ids[:48], 4, cache_seed(OTHER_WEIGHTS.digest + OURS.digest, b""))
     assert len(mixed) == 12
@@ -107,14 +107,14 @@ def test_blocks_of_another_identity_are_cached_for_that_pair_only(tmp_path: Path
     for seed in (OURS.digest, OTHER_WEIGHTS.digest):
         assert set(chain_hashes(ids, 4, cache_seed(seed, b""))).isdisjoint(added)
     # A prompt that decode computes itself finds none of them; the next one of the pair does.
-    own = fresh(asked)
+    own = fresh(job)
     pair.decode_thread.post(lambda e: e.submit(own)).result(LIMIT_S)
-    assert pair.answer(own) == local(asked)
+    assert pair.answer(own) == local(job)
     hits = pair.decode_thread.post(lambda e: e.stats().prefix_hits).result(LIMIT_S)
     assert hits == 0
-    again = fresh(asked)
+    again = fresh(job)
     second = pair.hand_off(again)
-    assert pair.answer(again) == local(asked)
+    assert pair.answer(again) == local(job)
     assert (pair.received[first].cached_tokens, pair.received[second].cached_tokens) == (0, 48)
     pair.assert_clean()
     pair.close()
@@ -127,9 +127,9 @@ def test_sealed_frames_give_the_same_tokens(
 ) -> None:
     pair = make_pair(transport, window=window, encrypted=True)
     for length in (2, 5, 17, 200):
-        asked = request(length)
-        attempt = pair.hand_off(asked)
-        assert pair.answer(asked) == local(asked, window=window)
+        job = request(length)
+        attempt = pair.hand_off(job)
+        assert pair.answer(job) == local(job, window=window)
         pair.wait(lambda a=attempt: a in pair.sent)
         assert pair.received[attempt].num_bytes == pair.sent[attempt].num_bytes > 0
     pair.assert_clean()
@@ -155,10 +155,10 @@ def test_no_plain_kv_passes_the_wire_when_it_is_sealed(
 
     monkeypatch.setattr(OutgoingHandoff, "_build", spy)
     pair = make_pair(transport, encrypted=encrypted)
-    asked = request(200)
-    pair.hand_off(asked)
-    assert pair.answer(asked) == local(asked)
-    ids = torch.tensor(asked.prompt_ids)
+    job = request(200)
+    pair.hand_off(job)
+    assert pair.answer(job) == local(job)
+    ids = torch.tensor(job.prompt_ids)
     keys = [key.numpy().tobytes() for key in words(ids, torch.arange(len(ids)))[:, 0]]
     marks = [b"".join(keys[at : at + 4]) for at in range(0, 196, 4)]
     everything = b"".join(passed)
@@ -186,9 +186,9 @@ def test_a_changed_sealed_frame_is_resent_under_a_new_nonce(
 
     monkeypatch.setattr(Receiver, "payload", payload)
     pair = make_pair(encrypted=True)
-    asked = request(200)
-    pair.hand_off(asked)
-    assert pair.answer(asked) == local(asked)
+    job = request(200)
+    pair.hand_off(job)
+    assert pair.answer(job) == local(job)
     assert pair.receiver.counters["corrupt_frames"] == pair.sender.counters["resent"] == 2
     assert len(seen) == len(set(seen)) >= 3
     pair.assert_clean()
@@ -229,9 +229,9 @@ def test_another_wire_version_is_refused_by_name_on_both_sides(
     as_the_other_reads_it[2] += 1
     with pytest.raises(frames.OtherVersion, match=f"side, {frames.WIRE_VERSION + 1} on"):
         messages.decode(bytes(as_the_other_reads_it))
-    asked = request(50)
-    pair.hand_off(asked)
-    assert pair.answer(asked) == local(asked), "its own version is still accepted"
+    job = request(50)
+    pair.hand_off(job)
+    assert pair.answer(job) == local(job), "its own version is still accepted"
     pair.assert_clean()
     assert "connection failed" not in caplog.text, (
         "it has ended as refused, without a fault of decode"

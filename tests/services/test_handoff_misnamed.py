@@ -42,9 +42,9 @@ def change(monkeypatch: pytest.MonkeyPatch, kind: int, bits: list[int]) -> list[
 
 
 def hand_over(pair: Pair, length: int, seed: int) -> None:
-    asked = request(length, seed=seed, max_tokens=3)
-    attempt = pair.hand_off(asked)
-    assert pair.answer(asked) == local(asked, **CACHELESS)
+    one_request = request(length, seed=seed, max_tokens=3)
+    attempt = pair.hand_off(one_request)
+    assert pair.answer(one_request) == local(one_request, **CACHELESS)
     pair.wait(lambda: attempt in pair.sent)
     assert pair.sent[attempt].reason == ""
 
@@ -105,9 +105,9 @@ def test_the_end_of_an_attempt_with_a_damaged_id_is_processed(
     pair = make_pair(num_blocks=64)
     hand_over(pair, 8, 0)
     blocker = pair.decode_thread.post(lambda e: e.reserve(request(230))).result(LIMIT_S)
-    asked = fresh(request(60))
+    one_request = fresh(request(60))
     left = change(monkeypatch, messages.Abort.TYPE, [100])
-    attempt = pair.hand_off(asked)
+    attempt = pair.hand_off(one_request)
     pair.wait(lambda: pair.at_decode(lambda r: len(claims_of(r)) == 1))
     ended = pair.at_prefill if side == "prefill" else pair.at_decode
     assert ended(lambda part: part.cancel(attempt, "cancel"))

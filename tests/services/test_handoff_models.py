@@ -47,19 +47,19 @@ def assert_greedy(model: Any, prompt: list[int], answer: list[int]) -> None:
 @pytest.mark.parametrize("arch", in_tiers((*ARCHITECTURES, *MULTIMODAL)))
 def test_tokens_are_the_same_in_a_batch_and_after_a_handoff(arch: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "model", arch, seed=4)
-    asked = [fresh(ask("", p, max_tokens=COUNT, ignore_eos=True)) for p in PROMPTS]
-    alone = [tokens(run(engine_of(path), one))[one.key, 0] for one in asked]
+    requests = [fresh(ask("", p, max_tokens=COUNT, ignore_eos=True)) for p in PROMPTS]
+    alone = [tokens(run(engine_of(path), one))[one.key, 0] for one in requests]
     model_class = getattr(transformers, read_config(path)["architectures"][0])
     model = model_class.from_pretrained(path, attn_implementation="eager").eval()
     for prompt, answer in zip(PROMPTS, alone, strict=True):
         assert len(answer) == COUNT
         assert_greedy(model, prompt, answer)
-    together = tokens(run(engine_of(path), *asked))
-    assert [together[one.key, 0] for one in asked] == alone
+    together = tokens(run(engine_of(path), *requests))
+    assert [together[one.key, 0] for one in requests] == alone
     for transport in ("tcp", "shm"):
         pair = Pair(engine_of(path), engine_of(path), transport, tmp_path)
         try:
-            sent = [fresh(one) for one in asked]
+            sent = [fresh(one) for one in requests]
             attempts = [pair.hand_off(one) for one in sent]
             assert [pair.answer(one)[0] for one in sent] == alone
             pair.wait(lambda: len(pair.sent) == len(sent))  # noqa: B023

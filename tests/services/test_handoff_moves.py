@@ -40,22 +40,22 @@ class Source:
     def _ended(self, attempt: bytes, sent: Sent) -> None:
         self.told.append((attempt, sent))
 
-    def run(self, asked: Request, count: int) -> None:
+    def run(self, job: Request, count: int) -> None:
         """Run until the request has `count` ids, then hold it."""
-        self.asked = asked
-        self.pair.prefill_thread.post(lambda engine: engine.submit(asked))
+        self.requests = job
+        self.pair.prefill_thread.post(lambda engine: engine.submit(job))
         self.pair.wait(lambda: len(self.said) >= count)
-        self.attempt = bytes.fromhex(asked.key)
+        self.attempt = bytes.fromhex(job.key)
         held = self.do(lambda d: d.freeze(self.attempt))
         assert held is not None
-        assert held.num_tokens == len(asked.prompt_ids) + len(self.said) - 1
+        assert held.num_tokens == len(job.prompt_ids) + len(self.said) - 1
 
     def do(self, act: Any) -> Any:
         return self.pair.prefill_thread.post(lambda _: act(self.migrations)).result(LIMIT_S)
 
     def admit(self) -> tuple[Request, Ticket]:
         """Admit the rest of the request at the other side."""
-        rest = replace(fresh(self.asked), choices=(ChoiceState(tuple(self.said)),))
+        rest = replace(fresh(self.requests), choices=(ChoiceState(tuple(self.said)),))
         ticket = self.pair.admit(rest)
         assert ticket is not None
         return rest, ticket
@@ -101,15 +101,15 @@ def test_a_moved_request_gives_the_tokens_of_an_unmoved_one(
     """Nothing is computed twice, and the last block is moved though it is not full."""
     pair = make_pair(transport)
     slow_down(pair)
-    asked = request(length, max_tokens=60, **params)
+    job = request(length, max_tokens=60, **params)
     source = Source(pair)
-    source.run(asked, 6)
+    source.run(job, 6)
     said = len(source.said)
     assert said < 60, "the request ended too soon"
     rest, ticket = source.admit()
     source.send(ticket)
     found = pair.answer(rest)[0]
-    assert source.said + found == local(asked)[0]
+    assert source.said + found == local(job)[0]
     pair.wait(lambda: bool(source.told))
     ((attempt, sent),) = source.told
     assert (attempt, sent.reason) == (source.attempt, "")
@@ -125,15 +125,15 @@ def test_a_moved_request_gives_the_tokens_of_an_unmoved_one(
 def test_only_blocks_that_the_other_side_lacks_are_sent(make_pair: MakePair) -> None:
     pair = make_pair()
     slow_down(pair)
-    asked = request(40, max_tokens=60)
-    pair.hand_off(fresh(replace(asked, params=replace(asked.params, max_tokens=1))))
+    job = request(40, max_tokens=60)
+    pair.hand_off(fresh(replace(job, params=replace(job.params, max_tokens=1))))
     pair.wait(lambda: bool(pair.finished))
     pair.at_prefill(lambda s: None)
     source = Source(pair)
-    source.run(asked, 6)
+    source.run(job, 6)
     rest, ticket = source.admit()
     source.send(ticket)
-    assert source.said + pair.answer(rest)[0] == local(asked)[0]
+    assert source.said + pair.answer(rest)[0] == local(job)[0]
     pair.wait(lambda: bool(source.told))
     blocks = -(-(40 + len(source.said) - 1) // 4)
     assert source.told[0][1].num_bytes <= (blocks - 9) * 128, "nine blocks were there"
@@ -144,12 +144,12 @@ def test_only_blocks_that_the_other_side_lacks_are_sent(make_pair: MakePair) -> 
 def test_window_layers_move_their_last_window(make_pair: MakePair, window: int) -> None:
     pair = make_pair(window=window)
     slow_down(pair)
-    asked = request(40, max_tokens=60)
+    job = request(40, max_tokens=60)
     source = Source(pair)
-    source.run(asked, 6)
+    source.run(job, 6)
     rest, ticket = source.admit()
     source.send(ticket)
-    assert source.said + pair.answer(rest)[0] == local(asked, window=window)[0]
+    assert source.said + pair.answer(rest)[0] == local(job, window=window)[0]
     pair.assert_clean()
 
 
@@ -161,9 +161,9 @@ def test_after_any_failure_a_request_continues_where_it_was(
     monkeypatch.setattr("pdserve.services.decode.runtime.MIGRATION_S", limit_s)
     pair = make_pair()
     slow_down(pair)
-    asked = request(40, max_tokens=60)
+    job = request(40, max_tokens=60)
     source = Source(pair)
-    source.run(asked, 6)
+    source.run(job, 6)
     rest, ticket = source.admit()
     if how in ("cancelled there", "it stays", "no answer"):  # its claim is not granted
         pair.decode_thread.post(lambda e: setattr(e, "reserve", lambda *a: None)).result(LIMIT_S)
@@ -182,7 +182,7 @@ def test_after_any_failure_a_request_continues_where_it_was(
         elif how == "it stays":
             assert source.do(lambda d: d.unfreeze(source.attempt))
     pair.wait(lambda: len(source.said) == 60)
-    assert source.said == local(asked)[0]
+    assert source.said == local(job)[0]
     assert not source.do(lambda d: d.unfreeze(source.attempt)), "it is not held any more"
     assert (source.migrations.num_gone, source.migrations.num_stayed) == (0, 1)
     pair.wait(lambda: ticket.attempt in pair.lost or how in ("before",))

@@ -24,9 +24,9 @@ LENGTHS = [2, 3, 4, 5, 6, 8, 9, 16, 17, 18, 33, 200]
 def test_tokens_equal_those_of_a_local_prefill(pair: Pair, subtests: pytest.Subtests) -> None:
     for length in LENGTHS:
         with subtests.test(length=length):
-            asked = request(length, seed=length)  # no two share a block
-            attempt = pair.hand_off(asked)
-            assert pair.answer(asked) == local(asked)
+            job = request(length, seed=length)  # no two share a block
+            attempt = pair.hand_off(job)
+            assert pair.answer(job) == local(job)
             pair.wait(lambda a=attempt: a in pair.sent)
             assert pair.sent[attempt].reason == ""
             received = pair.received[attempt]
@@ -48,16 +48,16 @@ def test_the_claim_of_one_chunk_is_granted_while_it_is_computed(make_pair: MakeP
         waited.append(granted.wait(LIMIT_S))
         return forward(batch, kv)
 
-    def noted(asked: Request, sender: bytes = b"") -> Any:
-        reservation = reserve(asked, sender)
+    def noted(job: Request, sender: bytes = b"") -> Any:
+        reservation = reserve(job, sender)
         granted.set()
         return reservation
 
     pair.prefill.model.forward = slow  # type: ignore[method-assign]
     pair.decode.reserve = noted  # type: ignore[method-assign]
-    asked = request(9)
-    pair.hand_off(asked)
-    assert pair.answer(asked) == local(asked)
+    job = request(9)
+    pair.hand_off(job)
+    assert pair.answer(job) == local(job)
     assert waited == [True]
     pair.assert_clean()
 
@@ -119,19 +119,19 @@ def test_a_frame_that_cannot_be_written_ends_its_attempt(
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_windowed_groups_send_what_the_window_needs(transport: str, make_pair: MakePair) -> None:
     pair = make_pair(transport, window=10)
-    asked = request(90)
-    attempt = pair.hand_off(asked)
-    assert pair.answer(asked) == local(asked, window=10)
+    job = request(90)
+    attempt = pair.hand_off(job)
+    assert pair.answer(job) == local(job, window=10)
     full, window = -(-89 // 4), -(-89 // 4) - (89 - 10 + 1) // 4
     assert pair.received[attempt].num_bytes == (full + window) * 128
     pair.assert_clean()
 
 
 def test_many_concurrent_hand_offs_reuse_one_connection(pair: Pair) -> None:
-    asked = [request(20 + 9 * i, seed=i) for i in range(8)]
-    for one in asked:
+    requests = [request(20 + 9 * i, seed=i) for i in range(8)]
+    for one in requests:
         pair.hand_off(one)
-    for one in asked:
+    for one in requests:
         assert pair.answer(one) == local(one)
     assert len(pair.sender.links) == len(pair.receiver.links) == 1
     pair.assert_clean()
@@ -165,10 +165,10 @@ def test_a_warm_prefix_at_prefill_is_sent_like_computed_blocks(make_pair: MakePa
 
 
 def test_choices_and_resumes(pair: Pair) -> None:
-    asked = request(50, n=3, temperature=1.0, seed=9)
-    pair.hand_off(asked)
-    whole = pair.answer(asked)
-    assert whole == local(asked)
+    job = request(50, n=3, temperature=1.0, seed=9)
+    pair.hand_off(job)
+    whole = pair.answer(job)
+    assert whole == local(job)
     one = request(50, temperature=1.0, seed=9)
     expected = local(one)[0]
     resumed = fresh(
@@ -180,32 +180,32 @@ def test_choices_and_resumes(pair: Pair) -> None:
 
 
 def test_cancelled_choices_do_not_join_the_batch(pair: Pair) -> None:
-    asked = request(50, n=3, temperature=1.0)
-    ticket = pair.admit(asked)
+    job = request(50, n=3, temperature=1.0)
+    ticket = pair.admit(job)
     assert ticket is not None
     assert pair.at_decode(lambda r: r.cancel_choices(ticket.attempt, [1]))
-    pair.start(asked, ticket)
-    answer = pair.answer(asked)
+    pair.start(job, ticket)
+    answer = pair.answer(job)
     assert answer[1] == []
-    assert (answer[0], answer[2]) == (local(asked)[0], local(asked)[2])
+    assert (answer[0], answer[2]) == (local(job)[0], local(job)[2])
     pair.assert_clean()
 
 
 def test_a_claim_waits_for_blocks_and_then_continues(make_pair: MakePair) -> None:
     pair = make_pair(num_blocks=64, decode={"num_blocks": 40, "prefix_cache": False})
     hog = request(100, seed=1, max_tokens=50)  # 38 of 40 blocks by its end
-    asked = request(60, seed=2)
-    ticket = pair.admit(asked)  # promised while there was room
+    job = request(60, seed=2)
+    ticket = pair.admit(job)  # promised while there was room
     assert ticket is not None
     pair.decode_thread.post(lambda engine: engine.submit(hog)).result(LIMIT_S)
     pair.wait(lambda: hog.key in pair.tokens)
-    pair.start(asked, ticket)
+    pair.start(job, ticket)
     waited = []
     pair.wait(
         lambda: waited.append(len(claims_of(pair.receiver))) or ticket.attempt in pair.received
     )
     assert pair.received[ticket.attempt].times.granted > 0
-    assert pair.answer(asked) == local(asked)
+    assert pair.answer(job) == local(job)
     assert pair.answer(hog) == local(hog)
     pair.assert_clean()
 
@@ -266,13 +266,15 @@ def test_mixed_requests_release_everything(make_pair: MakePair) -> None:
     pair.assert_clean()
     threads, files = threading.active_count(), open_files()
     for batch in range(15):
-        asked = [request(5 + (batch * 37 + i * 11) % 120, seed=i, max_tokens=4) for i in range(4)]
+        requests = [
+            request(5 + (batch * 37 + i * 11) % 120, seed=i, max_tokens=4) for i in range(4)
+        ]
         if batch % 3 == 0:  # the victim is long, and cancelled when its first chunk is computed
             victim = batch // 3 % 4
-            asked[victim] = request(120, seed=batch, max_tokens=4)
-            pair.prefill_hook = cancel_at_first_chunk(pair, asked[victim].key)
-        attempts = [pair.hand_off(one) for one in asked]
-        for one, attempt in zip(asked, attempts, strict=True):
+            requests[victim] = request(120, seed=batch, max_tokens=4)
+            pair.prefill_hook = cancel_at_first_chunk(pair, requests[victim].key)
+        attempts = [pair.hand_off(one) for one in requests]
+        for one, attempt in zip(requests, attempts, strict=True):
             pair.wait(lambda a=attempt: a in pair.sent)
             if attempt not in pair.lost:
                 assert pair.answer(one) == local(one)

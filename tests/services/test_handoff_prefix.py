@@ -68,10 +68,10 @@ def cut_off(pair: Pair) -> None:
         link.end("killed")
 
 
-def lose(pair: Pair, asked: Request, tokens: int) -> int:
+def lose(pair: Pair, job: Request, tokens: int) -> int:
     """Hand `asked` over and cut the connection after `tokens`; return how many decode has kept."""
     stop = Stop(pair, tokens)
-    attempt = pair.hand_off(asked)
+    attempt = pair.hand_off(job)
     assert stop.reached.wait(LIMIT_S)
     assert attempt not in pair.received, "between the first and the last frame"
     cut_off(pair)
@@ -84,13 +84,13 @@ def lose(pair: Pair, asked: Request, tokens: int) -> int:
 
 @pytest.mark.parametrize("tokens", [16, 96, 160])
 def test_another_prefill_sends_only_the_missing_blocks(pair: Pair, tokens: int) -> None:
-    asked = request(200)
-    kept = lose(pair, asked, tokens)
+    job = request(200)
+    kept = lose(pair, job, tokens)
     assert tokens <= kept < 199
     pair.assert_clean()
-    again = fresh(asked)
+    again = fresh(job)
     attempt = pair.hand_off(again)
-    assert pair.answer(again) == local(asked)
+    assert pair.answer(again) == local(job)
     received = pair.received[attempt]
     assert received.num_bytes == (50 - kept // BLOCK) * BLOCK_BYTES
     assert received.cached_tokens >= kept
@@ -98,32 +98,32 @@ def test_another_prefill_sends_only_the_missing_blocks(pair: Pair, tokens: int) 
 
 
 def test_decode_itself_computes_only_the_missing_tokens(pair: Pair) -> None:
-    asked = request(200)
-    kept = lose(pair, asked, 160)
+    job = request(200)
+    kept = lose(pair, job, 160)
     assert pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(LIMIT_S) == 0
-    again = fresh(asked)
+    again = fresh(job)
     pair.decode_thread.post(lambda e: e.submit(again)).result(LIMIT_S)
-    assert pair.answer(again) == local(asked)
+    assert pair.answer(again) == local(job)
     computed = pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(LIMIT_S)
     assert computed == 200 - kept <= 0.25 * 200
     pair.assert_clean()
 
 
 def test_repeated_losses_make_progress_with_every_try(pair: Pair) -> None:
-    asked = request(200)
-    kept = [lose(pair, fresh(asked), tokens) for tokens in (48, 96, 144)]
+    job = request(200)
+    kept = [lose(pair, fresh(job), tokens) for tokens in (48, 96, 144)]
     assert 48 <= kept[0] < kept[1] < kept[2] < 199
-    last = fresh(asked)
+    last = fresh(job)
     attempt = pair.hand_off(last)
-    assert pair.answer(last) == local(asked)
+    assert pair.answer(last) == local(job)
     assert pair.received[attempt].num_bytes == (50 - kept[2] // BLOCK) * BLOCK_BYTES
     pair.assert_clean()
 
 
 def test_a_cancelled_attempt_leaves_its_prefix(pair: Pair) -> None:
-    asked = request(200)
+    job = request(200)
     stop = Stop(pair, 96)
-    attempt = pair.hand_off(asked)
+    attempt = pair.hand_off(job)
     assert stop.reached.wait(LIMIT_S)
     assert pair.at_decode(lambda r: r.cancel(attempt, "cancel"))
     stop.go_on.set()
@@ -135,16 +135,16 @@ def test_a_cancelled_attempt_leaves_its_prefix(pair: Pair) -> None:
 
 def test_one_prompt_received_twice_concurrently(pair: Pair) -> None:
     """Of equal blocks the first is the cached one; the others are freed uncached."""
-    asked = request(200)
+    job = request(200)
     stop = Stop(pair, 96)
-    first = pair.hand_off(asked)
+    first = pair.hand_off(job)
     assert stop.reached.wait(LIMIT_S)
-    twin = fresh(asked)
+    twin = fresh(job)
     ticket = pair.admit(twin)
     assert ticket is not None
     stop.go_on.set()
     pair.start(twin, ticket)
-    assert pair.answer(asked) == pair.answer(twin) == local(asked)
+    assert pair.answer(job) == pair.answer(twin) == local(job)
     assert {first, ticket.attempt} <= set(pair.received)
     pair.assert_clean()
     counts = pair.decode_thread.post(lambda e: e.stats().blocks).result(LIMIT_S)
@@ -157,12 +157,12 @@ def test_a_window_model_never_finds_a_prefix_without_its_window(
 ) -> None:
     """The window's blocks before the last tokens are not sent, so nothing before them is of use."""
     pair = make_pair(window=window)
-    asked = request(120)
-    kept = lose(pair, asked, 80)
+    job = request(120)
+    kept = lose(pair, job, 80)
     assert kept == 0
-    again = fresh(asked)
+    again = fresh(job)
     pair.decode_thread.post(lambda e: e.submit(again)).result(LIMIT_S)
-    assert pair.answer(again) == local(asked, window=window)
+    assert pair.answer(again) == local(job, window=window)
     pair.assert_clean()
 
 
@@ -170,9 +170,9 @@ def test_a_slow_prefill_is_given_up_and_costs_only_the_missing_chunks(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.engine.handoff.incoming.SLOW_S", 0.3)
-    asked = request(200)
+    job = request(200)
     stop = Stop(pair, 96)
-    attempt = pair.hand_off(asked)
+    attempt = pair.hand_off(job)
     assert stop.reached.wait(LIMIT_S)
     pair.wait(lambda: attempt in pair.lost)
     assert pair.lost[attempt] == "prefill slow"
@@ -180,9 +180,9 @@ def test_a_slow_prefill_is_given_up_and_costs_only_the_missing_chunks(
     stop.go_on.set()
     pair.wait(lambda: attempt in pair.sent)
     assert pair.sent[attempt].reason == "peer: prefill slow"
-    again = fresh(asked)
+    again = fresh(job)
     pair.decode_thread.post(lambda e: e.submit(again)).result(LIMIT_S)
-    assert pair.answer(again) == local(asked)
+    assert pair.answer(again) == local(job)
     computed = pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(LIMIT_S)
     assert computed == 200 - verified(pair, attempt)
     pair.assert_clean()
@@ -193,10 +193,10 @@ def test_a_prefill_that_computes_others_first_is_not_slow(
 ) -> None:
     limit = "pdserve.engine.handoff.incoming.SLOW_S"
     monkeypatch.setattr(limit, 1e6)
-    asked, other = request(200), request(20, seed=1)
+    job, other = request(200), request(20, seed=1)
     began = time.monotonic()
     stop = Stop(pair, 96)
-    attempt = pair.hand_off(asked)
+    attempt = pair.hand_off(job)
     assert stop.reached.wait(LIMIT_S)
     passed, go_on = threading.Event(), threading.Event()
     submitted = pair.prefill_thread.post(lambda e: e.submit(other))
@@ -205,7 +205,7 @@ def test_a_prefill_that_computes_others_first_is_not_slow(
     def hold(step: Any) -> None:
         if not passed.is_set() and submitted.done():
             go_on.wait(ahead_s)  # now the shorter prompt has the higher response ratio
-        if pair.prefill_thread.passes_over(asked.key) and not passed.is_set():
+        if pair.prefill_thread.passes_over(job.key) and not passed.is_set():
             passed.set()
             go_on.wait(LIMIT_S)
 
@@ -224,28 +224,28 @@ def test_a_prefill_that_computes_others_first_is_not_slow(
     assert attempt not in pair.lost
     monkeypatch.setattr(limit, 1e6)
     go_on.set()
-    assert pair.answer(asked) == local(asked)
+    assert pair.answer(job) == local(job)
     assert attempt in pair.received
     pair.assert_clean()
 
 
 def test_several_choices_also_continue_from_the_prefix(pair: Pair) -> None:
     options = {"n": 3, "seed": 9, "temperature": 1.0}
-    asked = request(90, **options)
-    kept = lose(pair, asked, 64)
-    again = fresh(asked)
+    job = request(90, **options)
+    kept = lose(pair, job, 64)
+    again = fresh(job)
     pair.decode_thread.post(lambda e: e.submit(again)).result(LIMIT_S)
-    assert pair.answer(again) == local(asked)
+    assert pair.answer(again) == local(job)
     assert pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(LIMIT_S) == 90 - kept
     pair.assert_clean()
 
 
 def test_another_tenant_does_not_find_the_prefix(pair: Pair) -> None:
-    asked = request(200)
-    lose(pair, asked, 160)
-    other = fresh(ask("", asked.prompt_ids, cache_salt=b"another"))
+    job = request(200)
+    lose(pair, job, 160)
+    other = fresh(ask("", job.prompt_ids, cache_salt=b"another"))
     pair.decode_thread.post(lambda e: e.submit(other)).result(LIMIT_S)
-    assert pair.answer(other) == local(asked)
+    assert pair.answer(other) == local(job)
     assert pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(LIMIT_S) == 200
 
 
@@ -256,12 +256,12 @@ def test_a_prefix_of_another_identity_is_not_reported_as_decode_s_own(tmp_path: 
         digest = weights.encode() * 8
         engine.kv_identity = KvIdentity(digest, weights, "Q4_1", "cc", "70", "float32", "native")
     pair = Pair(*engines, "tcp", tmp_path, mixing=Mixing(weights=True))
-    asked = request(200)
-    assert lose(pair, asked, 96) == 0
+    job = request(200)
+    assert lose(pair, job, 96) == 0
     assert not pair.verified
-    again = fresh(asked)
+    again = fresh(job)
     attempt = pair.hand_off(again)
-    assert pair.answer(again) == local(asked)
+    assert pair.answer(again) == local(job)
     assert pair.received[attempt].num_bytes <= (50 - 24) * BLOCK_BYTES
     assert not pair.verified
     pair.assert_clean()

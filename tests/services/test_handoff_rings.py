@@ -53,9 +53,9 @@ def noted(tmp_path: Path) -> Iterator[Noted]:
 
 
 def test_every_record_of_a_hand_off_is_there(noted: Noted) -> None:
-    asked = request(200)
-    attempt = noted.hand_off(asked)
-    assert noted.answer(asked) == local(asked)
+    job = request(200)
+    attempt = noted.hand_off(job)
+    assert noted.answer(job) == local(job)
     noted.wait(lambda: attempt in noted.sent)
     noted.close()
     found = assert_conform(noted.folder)
@@ -78,8 +78,8 @@ def test_a_commit_without_the_frames(noted: Noted, monkeypatch: pytest.MonkeyPat
 
 def test_blocks_that_are_not_returned(noted: Noted) -> None:
     noted.receiver.actions[Action.FREE_BLOCKS] = lambda attempt: None
-    asked = request(200)
-    attempt, hits = bytes.fromhex(asked.key), []
+    job = request(200)
+    attempt, hits = bytes.fromhex(job.key), []
 
     def hook(step: Step) -> None:
         """Cancel when decode has the blocks; prefill has not continued meanwhile."""
@@ -88,7 +88,7 @@ def test_blocks_that_are_not_returned(noted: Noted) -> None:
             hits.append(noted.at_decode(lambda r: r.cancel(attempt, "cancelled")))
 
     noted.prefill_hook = hook
-    noted.hand_off(asked)
+    noted.hand_off(job)
     noted.wait(lambda: attempt in noted.lost)
     assert noted.lost == {attempt: "cancelled"}
     assert {

@@ -62,12 +62,12 @@ def streams(system: ShardedSystem, num: int, max_tokens: int, first: int = 0) ->
     return [Stream(system.client, n, models[n % 2], max_tokens) for n in numbers]
 
 
-async def under_way(asked: list[Stream]) -> None:
-    await eventually(lambda: all(len(stream.ids) > 3 for stream in asked))
+async def under_way(request: list[Stream]) -> None:
+    await eventually(lambda: all(len(stream.ids) > 3 for stream in request))
 
 
-async def answered(asked: list[Stream], max_tokens: int) -> None:
-    for stream in asked:
+async def answered(request: list[Stream], max_tokens: int) -> None:
+    for stream in request:
         await stream.task
         assert stream.end.DESCRIPTOR.name == "Finished", stream.end
         assert stream.ids == expected(stream.prompt, max_tokens=max_tokens)[0]
@@ -80,18 +80,18 @@ async def test_each_worker_joins_some_routers_and_together_they_cover_the_fleet(
     assert system.knows(a).keys() == {"tiny-ab", "other-ac", "other-ca"}
     assert system.knows(b).keys() == {"tiny-ab", "tiny-bc"}
     assert system.knows(c).keys() == {"tiny-bc", "other-ac", "other-ca"}
-    asked = streams(system, 12, 8)
-    await answered(asked, 8)
+    requests = streams(system, 12, 8)
+    await answered(requests, 8)
     retries = [router.core.dispatcher.num_retries for router in system.routers.values()]
     assert retries == [0, 0, 0]
 
     boots = sorted(worker.incarnation for worker in system.workers.values())
-    ran = {boot for stream in asked for boot in stream.decode_boots}
+    ran = {boot for stream in requests for boot in stream.decode_boots}
     assert ran <= set(boots)
     view = await system.client.fleet()
     assert sorted(worker.hello.boot for worker in view.workers) == boots, "each once"
     assert {worker.state for worker in view.workers} == {"live"}
-    assert view.prefill_local == len(asked), "by any router"
+    assert view.prefill_local == len(requests), "by any router"
 
 
 @pytest.mark.parametrize("name", ["tiny-ab", "tiny-bc", "other-ac"])
@@ -107,8 +107,8 @@ async def test_a_pick_comes_from_a_router_that_knows_a_worker_there(
             known.address = f"{host}:{known.address.rpartition(':')[2]}"
     model = name.partition("-")[0]
     for number in range(6):  # of several conversations
-        asked = PickRequest(model=model, prompt_ids=[number] * 8, hosts=[host])
-        reply = await system.client.pick(asked)
+        request = PickRequest(model=model, prompt_ids=[number] * 8, hosts=[host])
+        reply = await system.client.pick(request)
         assert [worker.host for worker in reply.workers] == [host]
     nowhere = await system.client.pick(PickRequest(model=model, prompt_ids=[1], hosts=["nowhere"]))
     assert nowhere.elsewhere
@@ -118,17 +118,17 @@ async def test_streams_continue_with_another_router_of_their_workers(system: Sha
     a, b, c = system.addresses
     dispatcher = system.routers[a].core.dispatcher
     with system.slow():
-        asked = streams(system, 10, LONG)
-        await under_way(asked)
+        requests = streams(system, 10, LONG)
+        await under_way(requests)
         num_there = dispatcher.num_running
         assert num_there > 0
         await system.kill_router(a)
-        assert not any(stream.task.done() for stream in asked)
-    await answered(asked, LONG)
+        assert not any(stream.task.done() for stream in requests)
+    await answered(requests, LONG)
     left = [system.routers[router].core.dispatcher for router in (b, c)]
     assert sum(one.num_adopted for one in left) == num_there, "none was computed again"
     assert [one.num_retries for one in left] == [0, 0]
-    assert all(len(set(stream.decode_boots)) == 1 for stream in asked)
+    assert all(len(set(stream.decode_boots)) == 1 for stream in requests)
     await eventually(lambda: len(system.knows(b)) == len(system.knows(c)) == 4)
 
 
@@ -140,18 +140,18 @@ async def test_a_returning_router_gets_its_workers_and_no_stream_ends(
     await eventually(lambda: len(system.knows(b)) == len(system.knows(c)) == 4)
     left = [system.routers[router].core for router in (b, c)]
     with system.slow():
-        asked: list[Stream] = []
+        requests: list[Stream] = []
         num_asked = 0
         # Streams run by a router that their worker will leave: among ten there nearly always are
         # some.
         while not (system.uses(b) & {"other-ac", "other-ca"} or "tiny-ab" in system.uses(c)):
-            for stream in asked:  # the workers run no more than these at once
+            for stream in requests:  # the workers run no more than these at once
                 stream.task.cancel()
-            await asyncio.gather(*(stream.task for stream in asked), return_exceptions=True)
+            await asyncio.gather(*(stream.task for stream in requests), return_exceptions=True)
             await eventually(lambda: not any(map(system.uses, (b, c))))
-            asked = streams(system, 10, LONG, first=num_asked)
-            num_asked += len(asked)
-            await under_way(asked)
+            requests = streams(system, 10, LONG, first=num_asked)
+            num_asked += len(requests)
+            await under_way(requests)
         await system.add_router(a)
         await eventually(
             lambda: any(
@@ -161,10 +161,10 @@ async def test_a_returning_router_gets_its_workers_and_no_stream_ends(
             ),
             lambda: f"{[(system.knows(router), system.uses(router)) for router in (a, b, c)]}",
         )
-        assert not any(stream.task.done() for stream in asked)
+        assert not any(stream.task.done() for stream in requests)
         view = await system.client.fleet()
         assert {w.state for w in view.workers} == {"live"}, "with the routers that they keep"
-    await answered(asked, LONG)
+    await answered(requests, LONG)
     await eventually(lambda: sum(len(system.knows(router)) for router in (a, b, c)) == 4 * K)
     assert system.knows(b).keys() == {"tiny-ab", "tiny-bc"}
     assert system.knows(a).keys() == {"tiny-ab", "other-ac", "other-ca"}
@@ -181,15 +181,15 @@ async def test_a_stream_of_a_dead_worker_goes_to_a_router_that_has_another(
     boot = system.workers["tiny-ab"].incarnation
     dispatcher = system.routers[a].core.dispatcher
     with system.slow():
-        asked = [Stream(system.client, number, "tiny", LONG) for number in range(12)]
-        await under_way(asked)
+        requests = [Stream(system.client, number, "tiny", LONG) for number in range(12)]
+        await under_way(requests)
         assert system.uses(a)
-        moved = [stream for stream in asked if stream.decode_boots[-1] == boot]
+        moved = [stream for stream in requests if stream.decode_boots[-1] == boot]
         await system.kill_worker("tiny-ab")
-        assert not any(stream.task.done() for stream in asked)
-    await answered(asked, LONG)
+        assert not any(stream.task.done() for stream in requests)
+    await answered(requests, LONG)
     other = system.workers["tiny-bc"].incarnation
-    assert all(stream.decode_boots[-1] == other for stream in asked)
+    assert all(stream.decode_boots[-1] == other for stream in requests)
     assert moved
     assert dispatcher.outcomes["UNAVAILABLE"] > 0, "it has given them back"
     assert not dispatcher.num_running

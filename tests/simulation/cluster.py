@@ -63,7 +63,7 @@ class Reply:
     trouble: list[str] = field(default_factory=list)  # errors that no client may see
     left: bool = False  # the client closed its connection
     broken: bool = False  # its gateway died
-    asked_at: float = 0.0
+    requested_at: float = 0.0
     first_at: float = 0.0  # time of its first token
     finished: Any = None  # the router's final message
     ended_at: float = 0.0
@@ -236,7 +236,7 @@ class Cluster:
             reply.broken = True
 
     def _ask(self, process: Process, reply: Reply) -> None:
-        reply.asked_at = self.world.now
+        reply.requested_at = self.world.now
         reply.task = process.create_task(self._client(process, reply), name=reply.ask.name)
 
     async def _client(self, process: Process, reply: Reply) -> None:

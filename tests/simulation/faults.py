@@ -22,7 +22,7 @@ from pdserve.services.router.fleet.fleet import SILENCE_S
 from simulation.clock import Process, State
 from simulation.cluster import Cluster
 from simulation.network import Message
-from simulation.phases import ASKED, PHASES, PhaseWatch
+from simulation.phases import REQUESTED, PHASES, PhaseWatch
 from simulation.scenario import Fault
 
 ROLES = ("gateway", "router", "prefill", "decode")
@@ -106,10 +106,12 @@ class Faults:
             if strike.fired or fault.request != request:
                 continue
             wanted = (
-                ASKED if (fault.kind, fault.phase) == ("other weights", "queued") else fault.phase
+                REQUESTED
+                if (fault.kind, fault.phase) == ("other weights", "queued")
+                else fault.phase
             )
             if fault.kind == "other weights" and fault.phase == "claimed":
-                wanted = ASKED
+                wanted = REQUESTED
             if phase == wanted and index >= fault.index:
                 strike.fired, strike.at_s = True, self._world.now
                 self._strike(strike, message)

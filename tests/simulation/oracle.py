@@ -153,11 +153,11 @@ def _of_metrics(cluster: Cluster, faults: Faults) -> list[str]:
         dispatcher = node.process.service.core.dispatcher
         outcomes += dispatcher.outcomes
         prefills += dispatcher.prefills
-    asked = [r for r in cluster.replies.values() if r.asked_at]
-    finished = sum(r.terminal == ["finished"] for r in asked)
+    requests = [r for r in cluster.replies.values() if r.requested_at]
+    finished = sum(r.terminal == ["finished"] for r in requests)
     found = []
-    if outcomes.total() != len(asked):
-        found.append(f"{len(asked)} requests, counted as {dict(outcomes)}")
-    if not finished <= prefills.total() <= len(asked):
-        found.append(f"{finished} of {len(asked)} requests finished, prefills {dict(prefills)}")
+    if outcomes.total() != len(requests):
+        found.append(f"{len(requests)} requests, counted as {dict(outcomes)}")
+    if not finished <= prefills.total() <= len(requests):
+        found.append(f"{finished} of {len(requests)} requests finished, prefills {dict(prefills)}")
     return found

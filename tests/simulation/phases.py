@@ -29,7 +29,7 @@ PHASES = (
     "decoding", "last",
 )  # fmt: skip
 # PrefillStart is about to be sent. This is no phase.
-ASKED = "asked"
+REQUESTED = "requested"
 # Steps of a migration to another decode worker. The source then sends in prefill's place: it has
 # sent Held, the router is about to send Move, and the source has sent Moved. In between, the
 # request is claimed, transferring and complete as in any hand-off. Arguments: request, phase,
@@ -76,7 +76,7 @@ class PhaseWatch:
             if body.HasField("start"):
                 attempt = body.start.attempt
                 self.places[self._requests[attempt]]["prefill"] = message.dst.name
-                self._step(attempt, ASKED, message)
+                self._step(attempt, REQUESTED, message)
                 message.arrived.append(lambda: self._queued(attempt, message))
         elif isinstance(body, wire.DecodeMessage):
             for event in body.events:

@@ -150,7 +150,7 @@ def make(seed: int, kind: str, phase: str) -> Scenario:
     reached = dry.times.get((TARGET, phase, fault.index))
     if reached is None:
         return scenario
-    passed_s = reached - dry.cluster.replies[TARGET].asked_at
+    passed_s = reached - dry.cluster.replies[TARGET].requested_at
     left_s = math.ceil(passed_s * 1000) / 1000  # deadlines are sent in milliseconds
 
     def timed(ask: Ask) -> Ask:

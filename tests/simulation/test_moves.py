@@ -50,8 +50,8 @@ def test_a_drain_migrates_running_requests_without_recomputation() -> None:
         simulated, result = run(moving(seed))
         assert set(result.answers.values()) == {"finished"}
         assert result.retries == 0
-        asked = simulated.scenario.asks
-        assert result.computed <= sum(len(ask.prompt) for ask in asked)
+        request = simulated.scenario.asks
+        assert result.computed <= sum(len(ask.prompt) for ask in request)
         counted = moves(simulated)
         assert not counted.failed
         done += counted.num_done

@@ -73,7 +73,7 @@ def test_phases_of_a_request_sum_to_the_time_to_first_token() -> None:
                 for reply in run.cluster.replies.values():
                     phases = reply.finished.phases
                     parts = [phases.queue_s, phases.prefill_s, phases.transfer_s]
-                    ttft_s = reply.first_at - reply.asked_at
+                    ttft_s = reply.first_at - reply.requested_at
                     passed_s = sum(parts) + phases.first_token_s
                     assert 0 <= ttft_s - passed_s < HOPS_S, (kind, phase, seed, reply.ask, phases)
                     assert min(*parts, phases.first_token_s) >= 0

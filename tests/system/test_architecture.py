@@ -56,13 +56,13 @@ def test_a_long_request_takes_the_documented_path(tmp_path: Path) -> None:
         "stream": True,
     }
     with Fleet("--kv-transport", "tcp", env=env) as fleet:
-        asked = time.monotonic_ns()
+        request = time.monotonic_ns()
         reply = httpx.post(f"{fleet.url}/v1/chat/completions", json=body, timeout=60)
         assert "[DONE]" in reply.raise_for_status().text
         assert fleet.prefills("remote") == 1, "the prompt was too short for remote prefill"
     first: dict[str, int] = {}
     for line in notes.read_text().splitlines():
         at, step = line.split()
-        if int(at) >= asked:
+        if int(at) >= request:
             first[step] = min(int(at), first.get(step, int(at)))
     assert sorted(first, key=first.__getitem__) == STEPS

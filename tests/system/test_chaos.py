@@ -42,8 +42,8 @@ def test_killed_processes_cost_no_stream_a_token(model: Path, tmp_path: Path, ri
         calm = striker.hit(striker.router)
         batches += calm
         cluster.wait_ready()
-        asked = sum(s.usage["prompt_tokens"] for batch in calm for s in batch.streams)
-        assert sum(cluster.prompt_tokens().values()) - before == asked, (
+        num_prompt_tokens = sum(s.usage["prompt_tokens"] for batch in calm for s in batch.streams)
+        assert sum(cluster.prompt_tokens().values()) - before == num_prompt_tokens, (
             "each token must be computed once"
         )
         tries = lost_tries(cluster.router_log())

@@ -52,18 +52,18 @@ class Run:
     """Eight streams. The constructor returns when all are in progress, or immediately if the
     streams are passed in `asked`."""
 
-    def __init__(self, fleet: Fleet, asked: list[Stream] | None = None) -> None:
-        self.streams = asked or streams()
+    def __init__(self, fleet: Fleet, request: list[Stream] | None = None) -> None:
+        self.streams = request or streams()
         api = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=120)
         model = api.models.list().data[0].id
         self.threads = [threading.Thread(target=s.run, args=(api, model)) for s in self.streams]
         *others, last = self.threads
         last.start()
-        if asked is None:  # its prompt is long, and the others might end before its first token
+        if request is None:  # its prompt is long, and the others might end before its first token
             wait_until(lambda: self.streams[-1].num_chunks > 3, "the last stream under way")
         for thread in others:
             thread.start()
-        if asked is not None:
+        if request is not None:
             return
         wait_until(lambda: all(s.num_chunks > 3 for s in self.streams), "streams under way")
 
@@ -171,8 +171,8 @@ def test_a_drained_decode_worker_migrates_its_streams(
     new = computed(final[boot] for boot in first)
     old = computed(first.values())
     assert new[1] == old[1] == 0
-    asked = sum(answer[-1] for answer in answers)
-    assert new[0] - old[0] <= asked, "a prompt token was recomputed"
+    request = sum(answer[-1] for answer in answers)
+    assert new[0] - old[0] <= request, "a prompt token was recomputed"
 
 
 def test_a_drained_prefill_worker_returns_requests_that_it_has_not_started(fleet: Fleet) -> None:

@@ -72,7 +72,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def asked(fleet: Fleet) -> dict[str, Any]:
+def answers_of(fleet: Fleet) -> dict[str, Any]:
     """Return all completions, requested one after the other, without the fields that differ between
     runs."""
     answers = {}
@@ -113,7 +113,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def local(model: Path) -> dict[str, Any]:
     with Fleet("--model", str(model), "--prefill", "0", *OPTIONS) as fleet:
-        answers = asked(fleet)
+        answers = answers_of(fleet)
         assert fleet.prefills("remote") == 0
     assert fleet.exit_code == 0
     return answers
@@ -208,7 +208,7 @@ def test_remote_answers_are_the_same_field_by_field(
         assert len(family) >= 4
         if transport == "tcp":
             strangers_get_nothing(fleet)
-        answers = asked(fleet)
+        answers = answers_of(fleet)
         remote = fleet.prefills("remote")
         wait_until(
             lambda: fleet.metric("pdserve_transfer_bytes_total", transport=transport) > 0,

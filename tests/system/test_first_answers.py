@@ -13,26 +13,26 @@ pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 QUESTION = "What is the capital of Japan?"
 FACT = "Tokyo"
-ASKED = [{"role": "user", "content": QUESTION}]
+REQUEST = [{"role": "user", "content": QUESTION}]
 CAPITALS = "The capital of France is Paris. The capital of Italy is Rome. The capital of Japan is"
 BEGIN = {"prompt": CAPITALS, "max_tokens": 4}
 ANSWERED: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": ASKED},
-    "/v1/chat/completions/batch": {"messages": [ASKED, ASKED]},
+    "/v1/chat/completions": {"messages": REQUEST},
+    "/v1/chat/completions/batch": {"messages": [REQUEST, REQUEST]},
     "/v1/completions": BEGIN,
     "/v1/responses": {"input": QUESTION},
-    "/v1/messages": {"messages": ASKED, "max_tokens": 40},
-    "/api/chat": {"messages": ASKED},
+    "/v1/messages": {"messages": REQUEST, "max_tokens": 40},
+    "/api/chat": {"messages": REQUEST},
     "/api/generate": {"prompt": QUESTION},
 }
 # A part of each response.
 COMPUTED: dict[str, tuple[dict[str, Any], str]] = {
     "/v1/responses/input_tokens": ({"input": QUESTION}, '"input_tokens":'),
-    "/v1/messages/count_tokens": ({"messages": ASKED}, '"input_tokens":'),
+    "/v1/messages/count_tokens": ({"messages": REQUEST}, '"input_tokens":'),
     "/api/show": ({}, '"template":'),
     "/tokenize": ({"prompt": QUESTION}, '"tokens":'),
     "/detokenize": ({"tokens": [504, 3575]}, '"prompt":"The capital"'),
-    "/apply-template": ({"messages": ASKED}, QUESTION),
+    "/apply-template": ({"messages": REQUEST}, QUESTION),
 }
 # Routes of other tasks, which refuse this model.
 RERANK = {"query": QUESTION, "documents": [FACT]}

@@ -42,8 +42,8 @@ def router(cluster: Cluster) -> Iterator[RouterStub]:
 
 
 def generate(router: RouterStub, **params: Any) -> Iterator[rpc.GenerateResponse]:
-    asked = pb.SamplingParams(**({"max_tokens": 1000, "ignore_eos": True} | params))
-    request = rpc.GenerateRequest(prompt_ids=LONG, params=asked, seed=11)
+    sampling = pb.SamplingParams(**({"max_tokens": 1000, "ignore_eos": True} | params))
+    request = rpc.GenerateRequest(prompt_ids=LONG, params=sampling, seed=11)
     replies: Iterator[rpc.GenerateResponse] = router.Generate(request, metadata=BEARER, timeout=60)
     return replies
 

@@ -212,8 +212,8 @@ def test_the_gateway_metrics_contain_no_secret(system: WholeSystem) -> None:
 def test_a_probe_port_answers_only_health_checks(system: WholeSystem, role: str) -> None:
     with grpc.insecure_channel(system.probes[role]) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        asked = health_pb2.HealthCheckRequest()
-        assert stub.Check(asked, timeout=20).status == health_pb2.HealthCheckResponse.SERVING
+        request = health_pb2.HealthCheckRequest()
+        assert stub.Check(request, timeout=20).status == health_pb2.HealthCheckResponse.SERVING
         for method, _, _ in METHODS:
             checks = method.startswith("grpc.health.")
             wanted = grpc.StatusCode.OK if checks else grpc.StatusCode.UNIMPLEMENTED

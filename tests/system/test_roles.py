@@ -101,8 +101,8 @@ def test_a_caller_refuses_a_server_of_another_role(
 ) -> None:
     """The caller also refuses a server whose certificate is from another authority."""
     address = system.address[place]
-    asked = [(system.access(Role.GATEWAY), other) for other in Role if other is not place]
-    for access, wanted in (*asked, (trusted(foreign, Role.GATEWAY), place)):
+    requests = [(system.access(Role.GATEWAY), other) for other in Role if other is not place]
+    for access, wanted in (*requests, (trusted(foreign, Role.GATEWAY), place)):
         with access.open_blocking_channel(address, wanted) as channel:
             assert status(channel, "grpc.health.v1.Health/Check") is CODE.UNAVAILABLE
 

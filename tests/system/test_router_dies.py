@@ -26,15 +26,15 @@ def streams() -> list[Stream]:
     return [*short, Stream({"prompt": LONG, "max_tokens": 40, "temperature": 0.0})]
 
 
-def run_all(fleet: Fleet, asked: list[Stream], kill: bool) -> None:
+def run_all(fleet: Fleet, request: list[Stream], kill: bool) -> None:
     """Run the streams concurrently. With `kill`, kill the router during the transfer of the long
     prompt's KV."""
     api = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=120)
     model = api.models.list().data[0].id
-    threads = [threading.Thread(target=s.run, args=(api, model)) for s in asked]
+    threads = [threading.Thread(target=s.run, args=(api, model)) for s in request]
     for thread in threads[:-1]:
         thread.start()
-    wait_until(lambda: all(s.num_chunks > 3 for s in asked[:-1]), "streams under way")
+    wait_until(lambda: all(s.num_chunks > 3 for s in request[:-1]), "streams under way")
     threads[-1].start()
     if kill:
         sent = fleet.metric("pdserve_transfer_bytes_total", transport="tcp")
@@ -44,8 +44,8 @@ def run_all(fleet: Fleet, asked: list[Stream], kill: bool) -> None:
         )
         (victim,) = fleet.pids("router")
         os.kill(victim, signal.SIGKILL)
-        assert not asked[-1].num_chunks, "the hand-off was over before the kill"
-        assert not any(s.ends for s in asked), "a stream was over before the kill"
+        assert not request[-1].num_chunks, "the hand-off was over before the kill"
+        assert not any(s.ends for s in request), "a stream was over before the kill"
     for thread in threads:
         thread.join(120)
     assert not any(thread.is_alive() for thread in threads)
@@ -64,23 +64,23 @@ def loads(fleet: Fleet) -> dict[str, Any]:
 
 
 def test_a_killed_router_costs_no_stream_a_token() -> None:
-    asked, whole = streams(), streams()
+    request, whole = streams(), streams()
     with Fleet("--prefill", "1", "--decode", "1", *OPTIONS) as fleet:
-        run_all(fleet, asked, kill=True)
-        assert not any(s.error for s in asked), [s.error for s in asked]
+        run_all(fleet, request, kill=True)
+        assert not any(s.error for s in request), [s.error for s in request]
         struck = loads(fleet)
         decode = struck["decode"]
-        assert decode.adopted == len(asked)
+        assert decode.adopted == len(request)
         assert (decode.parked, decode.park_expired, decode.park_evicted) == (0, 0, 0)
         computed = {role: load.prompt_tokens for role, load in struck.items()}
         # Prefill computes the long prompt and those parts of the short ones that would delay
         # decode.
-        assert computed["prefill"] >= asked[-1].usage.prompt_tokens - 1
-        assert computed["decode"] >= len(asked)
-        assert sum(computed.values()) == sum(s.usage.prompt_tokens for s in asked), "each once"
+        assert computed["prefill"] >= request[-1].usage.prompt_tokens - 1
+        assert computed["decode"] >= len(request)
+        assert sum(computed.values()) == sum(s.usage.prompt_tokens for s in request), "each once"
         wait_until(fleet.all_blocks_back, "blocks back")
 
         run_all(fleet, whole, kill=False)
         assert not any(s.error for s in whole), [s.error for s in whole]
-        for calm, after in zip(whole, asked, strict=True):
+        for calm, after in zip(whole, request, strict=True):
             assert after.answer == calm.answer

@@ -33,12 +33,12 @@ def test_two_models_with_several_workers_each(tmp_path: Path) -> None:
             text: str = reply.json()["choices"][0]["text"]
             return text
 
-        asked = [(model, prompt) for prompt in PROMPTS for model in models]
+        requests = [(model, prompt) for prompt in PROMPTS for model in models]
         with ThreadPoolExecutor(8) as pool:
-            together = list(pool.map(lambda one: ask(*one), asked))
-        assert fleet.prefills("remote") == len(asked)
+            together = list(pool.map(lambda one: ask(*one), requests))
+        assert fleet.prefills("remote") == len(requests)
         assert together[0::2] != together[1::2], "both models gave the same answers"
-        assert [ask(*one) for one in asked] == together, "an answer depends on the worker"
+        assert [ask(*one) for one in requests] == together, "an answer depends on the worker"
 
         def all_have_worked() -> bool:
             workers = fleet.fleet_view().workers

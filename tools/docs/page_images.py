@@ -25,7 +25,7 @@ HEADERS = {"authorization": "Bearer KEY"}
 def sign_in(page: Browser, url: str, ready: str) -> None:
     page.open(url)
     page.wait("document.querySelector('#key-dialog').open")
-    page.fill("#asked-key", "KEY")
+    page.fill("#api-key", "KEY")
     page.press("Enter")
     page.wait(ready)
 

@@ -446,10 +446,10 @@ def test_a_tensor_that_cannot_be_read_is_named(
     path, name = write_tiny(tmp_path / "model", "llama"), "model.layers.1.mlp.up_proj.weight"
     whole = DirectoryCheckpoint.tensor
 
-    def tensor(self: DirectoryCheckpoint, asked: str) -> RawTensor:
-        if asked == name:
+    def tensor(self: DirectoryCheckpoint, request: str) -> RawTensor:
+        if request == name:
             raise ValueError("cannot reshape array of size 7")
-        return whole(self, asked)
+        return whole(self, request)
 
     monkeypatch.setattr(DirectoryCheckpoint, "tensor", tensor)
     with pytest.raises(CheckpointError, match=f"^{path}: tensor {name}: cannot reshape"):

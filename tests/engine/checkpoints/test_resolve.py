@@ -165,15 +165,15 @@ def test_an_unknown_repository_and_an_unreachable_hub(
 def test_shapes_of_ids(
     model: str, expected: HubModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[HubModel] = []
+    requests: list[HubModel] = []
 
     def fetch(hub: HubModel, progress: object) -> Path:
-        asked.append(hub)
+        requests.append(hub)
         return tmp_path
 
     monkeypatch.setattr(resolve_module, "download", fetch)
     found = resolve(model, quiet)
-    assert asked == [expected]
+    assert requests == [expected]
     assert (found.path, found.name) == (tmp_path, "org/name")
 
 

@@ -58,7 +58,7 @@ def prompts(count: int) -> list[list[int]]:
     return [[rng.randrange(256) for _ in range(1 + 5 * i)] for i in range(count)]
 
 
-def asked(count: int, grammar: Grammar | None = REGEX, **options: Any) -> list[Any]:
+def make_requests(count: int, grammar: Grammar | None = REGEX, **options: Any) -> list[Any]:
     return [
         ask(f"r{i}", prompt, i, grammar=grammar, **(SAMPLED | options))
         for i, prompt in enumerate(prompts(count))
@@ -73,7 +73,7 @@ def ends(events: Any) -> set[FinishReason | None]:
 def alone(engine_of: Maker) -> dict[tuple[str, int], list[int]]:
     """Return the tokens of sixteen requests with the pattern, each run alone."""
     by_itself = Runner(engine_of(prefix_cache=False))
-    found = {k: v for one in asked(16) for k, v in tokens(by_itself.run(one)).items()}
+    found = {k: v for one in make_requests(16) for k, v in tokens(by_itself.run(one)).items()}
     assert max(by_itself.widths) == 1
     return found
 
@@ -82,7 +82,7 @@ def alone(engine_of: Maker) -> dict[tuple[str, int], list[int]]:
 def test_a_pattern_is_matched_and_ends_the_choice(
     runner: Runner, text_of: Any, temperature: float
 ) -> None:
-    events = runner.run(*asked(8, temperature=temperature, ignore_eos=True))
+    events = runner.run(*make_requests(8, temperature=temperature, ignore_eos=True))
     assert ends(events) == {FinishReason.STOP}
     for ids in tokens(events).values():
         assert re.fullmatch(PATTERN, text_of(ids))
@@ -90,7 +90,7 @@ def test_a_pattern_is_matched_and_ends_the_choice(
 
 
 def test_a_schema_is_matched(runner: Runner, text_of: Any) -> None:
-    events = runner.run(*asked(8, JSON))
+    events = runner.run(*make_requests(8, JSON))
     assert ends(events) == {FinishReason.STOP}
     answers = [json.loads(text_of(ids)) for ids in tokens(events).values()]
     for answer in answers:
@@ -99,14 +99,14 @@ def test_a_schema_is_matched(runner: Runner, text_of: Any) -> None:
 
 
 def test_a_truncated_answer_is_the_beginning_of_a_match(runner: Runner, text_of: Any) -> None:
-    events = runner.run(*asked(4, max_tokens=9))
+    events = runner.run(*make_requests(4, max_tokens=9))
     assert ends(events) == {FinishReason.LENGTH}
     assert all(re.match("[a-f]{2}-[0-9]{3}", text_of(ids)) for ids in tokens(events).values())
 
 
 def test_eos_appears_only_where_the_grammar_may_end(runner: Runner, text_of: Any) -> None:
     bias = {EOS_ID: 50.0}
-    events = runner.run(*asked(4, of_regex("[a-c]{2,9}"), logit_bias=bias))
+    events = runner.run(*make_requests(4, of_regex("[a-c]{2,9}"), logit_bias=bias))
     assert ends(events) == {FinishReason.STOP}
     for ids in tokens(events).values():
         assert ids[-1] == EOS_ID
@@ -116,8 +116,8 @@ def test_eos_appears_only_where_the_grammar_may_end(runner: Runner, text_of: Any
 def test_a_grammar_of_all_texts_changes_no_token(runner: Runner) -> None:
     """Allows the ids of visible ASCII, since other bytes alone are not valid text, and eos."""
     rest = {"max_tokens": 40, "allowed_token_ids": tuple(range(94))}
-    free = tokens(runner.run(*asked(6, None, **rest)))
-    bound = tokens(runner.run(*asked(6, ANYTHING, **rest)))
+    free = tokens(runner.run(*make_requests(6, None, **rest)))
+    bound = tokens(runner.run(*make_requests(6, ANYTHING, **rest)))
     assert free == bound
     assert sum(map(len, free.values())) > 100
 
@@ -133,7 +133,7 @@ def test_a_full_batch_gives_the_same_tokens_as_each_request_alone(
     engine_of: Maker, alone: Any
 ) -> None:
     together = Runner(engine_of())
-    events = together.run(*asked(16))
+    events = together.run(*make_requests(16))
     assert max(together.widths) == 16
     assert tokens(events) == alone
     assert_at_rest(together.engine)
@@ -146,14 +146,14 @@ def test_requests_with_and_without_grammars_do_not_affect_each_other(
     free = [ask(f"free{i}", p, 9, **SAMPLED) for i, p in enumerate(prompts(4))]
     calm = {k: v for one in free for k, v in tokens(Runner(engine_of()).run(one)).items()}
     mixed.run(ask("first", [1], grammar=REGEX, **SAMPLED))  # so that the grammar is compiled
-    found = tokens(mixed.run(*asked(6), *free))
+    found = tokens(mixed.run(*make_requests(6), *free))
     assert max(mixed.widths) >= 8
     assert found == calm | {k: v for k, v in alone.items() if int(k[0][1:]) < 6}
 
 
 def test_preempted_requests_give_the_same_tokens(engine_of: Maker, alone: Any) -> None:
     small = Runner(engine_of(kv_tokens=256, prefix_cache=False))
-    assert tokens(small.run(*asked(16))) == alone
+    assert tokens(small.run(*make_requests(16))) == alone
     assert small.engine.stats().preemptions > 0
 
 
@@ -163,7 +163,7 @@ def test_requests_that_continue_elsewhere_give_the_same_tokens(
 ) -> None:
     rng = random.Random(seed)
     resumed, cuts = [], {}
-    for one in asked(8):
+    for one in make_requests(8):
         whole = alone[one.key, 0]
         cuts[one.key] = cut = rng.randrange(1, len(whole))
         state = (ChoiceState(tuple(whole[:cut])),)
@@ -247,7 +247,7 @@ def test_a_grammar_begins_after_its_sequence(runner: Runner, text_of: Any) -> No
 def test_all_kinds_together(runner: Runner, text_of: Any) -> None:
     a, b = (LETTERS[c] for c in "ab")
     events = runner.run(
-        *asked(
+        *make_requests(
             6,
             of_regex("[abc]{30}"),
             allowed_token_ids=tuple(t for t in range(256) if t != LETTERS["c"]),

@@ -68,11 +68,11 @@ def test_late_masks_delay_no_other_request(
     engine_of: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Runner(engine_of())
-    asked = [
+    requests = [
         ask("bound", range(5), 1, temperature=1.0, grammar=of_regex("[a-z]{8}")),
         ask("free", range(40), 2, temperature=1.0, max_tokens=60, ignore_eos=True),
     ]
-    calm = tokens(runner.run(*asked))
+    calm = tokens(runner.run(*requests))
     fill = matcher.fill_bitmask
 
     def slow(*args: Any) -> None:
@@ -80,8 +80,8 @@ def test_late_masks_delay_no_other_request(
         fill(*args)
 
     monkeypatch.setattr(matcher, "fill_bitmask", slow)
-    asked[1] = ask("free", range(40), 2, temperature=1.0, max_tokens=200, ignore_eos=True)
-    events = runner.run(*asked)
+    requests[1] = ask("free", range(40), 2, temperature=1.0, max_tokens=200, ignore_eos=True)
+    events = runner.run(*requests)
     found = tokens(events)
     assert found["bound", 0] == calm["bound", 0]
     assert found["free", 0][:60] == calm["free", 0]
@@ -110,12 +110,12 @@ def test_tokens_that_exceed_the_time_limit_fail_the_request(
     engine_of: Maker, monkeypatch: pytest.MonkeyPatch, name: str, number: float
 ) -> None:
     runner = Runner(engine_of())
-    asked = ask("r", range(5), grammar=of_regex("[a-z]{30}"), max_tokens=30)
-    states = (ChoiceState(tuple(tokens(runner.run(asked))["r", 0][:10])),)
+    plain = ask("r", range(5), grammar=of_regex("[a-z]{30}"), max_tokens=30)
+    states = (ChoiceState(tuple(tokens(runner.run(plain))["r", 0][:10])),)
     monkeypatch.setattr(matcher, name, number)
     resumed = ask("r", range(5), grammar=of_regex("[a-z]{30}"), max_tokens=30, choices=states)
     two = ask("two", range(5), grammar=of_regex("[a-z]{30}"), max_tokens=30, n=2)
-    for request in (asked, resumed, two):
+    for request in (plain, resumed, two):
         (failed,) = of(runner.run(request), RequestFailed)
         assert (failed.param, failed.message) == ("grammar", "the grammar takes too long")
     assert_at_rest(runner.engine)

@@ -23,7 +23,7 @@ def reasons(events: list[Event]) -> dict[tuple[str, int], FinishReason]:
     return {(e.key, e.choice): e.finish for e in of(events, NewTokens) if e.finish is not None}
 
 
-def asked(key: str, number: int, **options: Any) -> Any:
+def make_request(key: str, number: int, **options: Any) -> Any:
     return ask(key, range(5 + number), number, grammar=SHORT, **SAMPLED | options)
 
 
@@ -31,7 +31,7 @@ def test_tokens_beyond_the_budget_do_not_change_answers(
     engine_of: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine's thread accepts only the first token of a step, and in some steps none."""
-    requests = [asked("n", 1, n=N - 3), *(asked(f"r{i}", i) for i in range(3))]
+    requests = [make_request("n", 1, n=N - 3), *(make_request(f"r{i}", i) for i in range(3))]
     calm = Runner(engine_of()).run(*requests)
     assert set(reasons(calm).values()) == {FinishReason.STOP, FinishReason.LENGTH}
     for most_s in (0.0, -1.0):
@@ -95,7 +95,7 @@ def test_many_slow_choices_take_little_time_of_any_step(
         CompiledGrammar, "matcher", lambda grammar: SlowTokens(make(grammar), counted, token_s)
     )
     runner, own = Runner(engine_of()), threading.current_thread().name
-    runner.engine.submit(asked("n", 1, n=N))
+    runner.engine.submit(make_request("n", 1, n=N))
     most = 0
     while runner.engine.has_work:
         before = counted[own]

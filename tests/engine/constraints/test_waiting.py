@@ -271,9 +271,9 @@ def test_the_queue_of_grammars_is_bounded_and_fair(compiler: SlowCompiler) -> No
     def submit(count: int, tenant: bytes, key: str) -> int:
         """Submit `count` requests and return how many were accepted."""
         for i in range(count):
-            asked = ask(f"{key}{i}", [1], grammar=of_number(len(engine.jobs.by_key) + 10))
+            request = ask(f"{key}{i}", [1], grammar=of_number(len(engine.jobs.by_key) + 10))
             try:
-                engine.submit(replace(asked, tenant=tenant))
+                engine.submit(replace(request, tenant=tenant))
             except QueueFull:
                 return i
         return count

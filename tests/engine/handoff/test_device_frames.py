@@ -281,9 +281,9 @@ def test_frames_arrive_during_a_single_step_of_the_engine(
     pair = Pair(fake_engine(), decode, "cuda_ipc", tmp_path, device=lambda: device)
     reserve = decode.reserve
 
-    def pause_and_reserve(*asked: Any) -> Any:
+    def pause_and_reserve(*body: Any) -> Any:
         device.pause()
-        return reserve(*asked)
+        return reserve(*body)
 
     monkeypatch.setattr(decode, "reserve", pause_and_reserve)
     computing, over = threading.Event(), threading.Event()

@@ -46,8 +46,9 @@ def test_greedy_tokens_equal_those_of_transformers(subtests: pytest.Subtests) ->
     )
     engine, _ = build_engine(config, lambda *_: None)
     prompts = {f"{n}": ids[n : 2 * n] for n in LENGTHS}
-    asked = [ask(key, prompt, max_tokens=NEW, ignore_eos=True) for key, prompt in prompts.items()]
-    found = tokens(run(engine, *asked))
+    limits: dict[str, Any] = {"max_tokens": NEW, "ignore_eos": True}
+    requests = [ask(key, prompt, **limits) for key, prompt in prompts.items()]
+    found = tokens(run(engine, *requests))
     for key, prompt in prompts.items():
         with subtests.test(prompt_tokens=key):
             assert found[key, 0] == greedy(reference, prompt)

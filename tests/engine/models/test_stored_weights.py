@@ -42,10 +42,10 @@ def test_logits_equal_those_of_expanded_weights(
     # q, k and v share a product but have different formats.
     stored = quantized(path, {"embed": "Q8_0", "v_proj": "Q5_1", "proj": "Q4_0", "lm_head": "Q4_1"})
     expanded = {name: as_plain(raw, PLAIN_FORMATS[dtype]) for name, raw in stored.items()}
-    asked: list[str] = []
+    requests: list[str] = []
 
     def as_stored(name: str) -> RawTensor:
-        asked.append(name)
+        requests.append(name)
         return stored[name]
 
     kv_dtype = str(dtype).removeprefix("torch.")
@@ -57,5 +57,5 @@ def test_logits_equal_those_of_expanded_weights(
         logits[kind] = torch.cat([part["x"] for part in parts])
     tolerance = 1e-4 if dtype == torch.float32 else 0.15
     torch.testing.assert_close(logits["stored"], logits["expanded"], atol=tolerance, rtol=0)
-    assert sorted(asked) == sorted(stored), "each tensor must be requested once"
+    assert sorted(requests) == sorted(stored), "each tensor must be requested once"
     assert {raw.format for raw in stored.values()} >= {"Q8_0", "Q5_1", "Q4_0"}

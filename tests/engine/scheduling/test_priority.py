@@ -86,8 +86,8 @@ def test_a_tenant_gains_nothing_from_its_priorities() -> None:
 def test_the_highest_value_is_preempted_first_without_changing_answers() -> None:
     def answers(values: Sequence[int]) -> tuple[Engine, list[Event]]:
         engine = fake_engine(num_blocks=16, prefix_cache=False, max_running=4)
-        asked = [ask(str(n), [n] * 8, max_tokens=30) for n in range(4)]
-        pairs = zip(asked, values, strict=True)
+        requests = [ask(str(n), [n] * 8, max_tokens=30) for n in range(4)]
+        pairs = zip(requests, values, strict=True)
         return engine, run(engine, *(prioritized(request, value) for request, value in pairs))
 
     alike, plain = answers([0, 0, 0, 0])

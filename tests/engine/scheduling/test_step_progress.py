@@ -45,7 +45,7 @@ class Bench:
         self.limits = EngineLimits(VOCAB, 64, size, 60, SLOTS, CHUNK, eos_ids=eos)
         self.jobs = make_jobs(self.limits, window)
         self.progress = StepProgress(self.jobs, self.limits)
-        self.asked: dict[str, RequestState] = {}
+        self.requests: dict[str, RequestState] = {}
         self.picked: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         self.heard: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         self.reasons: dict[tuple[str, int], FinishReason] = {}
@@ -56,14 +56,14 @@ class Bench:
         self.computed: dict[str, int] = {}
 
     def submit(self) -> None:
-        key = f"r{len(self.asked)}"
+        key = f"r{len(self.requests)}"
         prompt = prompt_of(self.rng, self.rng.randrange(1, 10))
         n = self.rng.randrange(1, 4)
         params = {"n": n, "max_tokens": self.rng.randrange(1, 6), "min_tokens": 0}
         params["min_tokens"] = self.rng.randrange(params["max_tokens"] + 1)
         if self.rng.random() < 0.2:
             params["prompt_logprobs"] = 0
-        order, stops = len(self.asked), (STOP,) if self.rng.random() < 0.5 else ()
+        order, stops = len(self.requests), (STOP,) if self.rng.random() < 0.5 else ()
         if self.rng.random() < 0.15:
             job = make_job(self.limits, key, order, prompt, prefill_only=True)
         else:
@@ -71,7 +71,7 @@ class Bench:
             job = make_job(
                 self.limits, key, order, prompt, **params, stop_token_ids=stops, ignore_eos=ignore
             )
-        self.asked[key] = job
+        self.requests[key] = job
         self.jobs.add(job)
         self.hear(self.progress.end_complete(job))
 
@@ -120,7 +120,7 @@ class Bench:
     def hear(self, events: list[Event]) -> None:
         for event in events:
             assert not self.last[event.key], "an event after the last one"
-            job = self.asked[event.key]
+            job = self.requests[event.key]
             match event:
                 case NewTokens(_, choice, position, ids, _, finish):
                     at = event.key, choice
@@ -172,7 +172,7 @@ class Bench:
         for pool in self.jobs.tables.pools:
             assert pool.num_available == pool.num_blocks
         for (key, choice), reason in self.reasons.items():
-            params = self.asked[key].request.params
+            params = self.requests[key].request.params
             ids = self.heard[key, choice]
             assert ids == self.picked[key, choice][: len(ids)]
             stops = self.limits.stop_ids(params)
@@ -189,7 +189,7 @@ class Bench:
                 assert len(ids) == params.max_tokens
             ended = [n for n, t in enumerate(ids) if t in stops and n + 1 > params.min_tokens]
             assert all(n == len(ids) - 1 for n in ended), "a choice continued after its stop token"
-        assert all(self.last[key] == 1 for key in self.asked), self.last
+        assert all(self.last[key] == 1 for key in self.requests), self.last
         assert self.progress.generated_tokens == sum(map(len, self.heard.values()))
 
 

@@ -16,7 +16,7 @@ from pdserve.text import TextPart, ToolCallPart
 
 pytestmark = pytest.mark.anyio
 HI: list[Any] = [{"role": "user", "content": "hi"}]
-ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 100, "messages": HI}
+REQUEST: dict[str, Any] = {"model": "tiny", "max_tokens": 100, "messages": HI}
 WEATHER: Any = {
     "name": "weather",
     "description": "of a place",
@@ -37,7 +37,7 @@ async def test_a_text_answer(connect):
     router = FakeRouter(saying("hello world", cached=2))
     client = await connect(router)
     answer = await client.messages.create(
-        **ASKED, metadata={"user_id": "u"}, system="be short", service_tier="auto",
+        **REQUEST, metadata={"user_id": "u"}, system="be short", service_tier="auto",
         extra_body={"temperature": 0.5, "top_p": 0.75, "top_k": 7},
     )  # fmt: skip
     assert [block.text for block in answer.content] == ["hello world"]
@@ -55,7 +55,7 @@ async def test_a_text_answer(connect):
 
 async def test_the_events_of_an_answer_with_every_kind_of_block(connect):
     client = await connect(ScriptedParts(CALLS))
-    stream = await client.messages.create(**ASKED, tools=[WEATHER], stream=True)
+    stream = await client.messages.create(**REQUEST, tools=[WEATHER], stream=True)
     events = [event async for event in stream]
     kinds = [event.type.removeprefix("content_block_") for event in events]
     assert kinds == [
@@ -85,8 +85,8 @@ async def test_the_events_of_an_answer_with_every_kind_of_block(connect):
 
 async def test_a_stream_adds_up_to_the_whole_answer(connect):
     client = await connect(ScriptedParts(CALLS, CALLS))
-    whole = await client.messages.create(**ASKED, tools=[WEATHER])
-    async with client.messages.stream(**ASKED, tools=[WEATHER]) as stream:
+    whole = await client.messages.create(**REQUEST, tools=[WEATHER])
+    async with client.messages.stream(**REQUEST, tools=[WEATHER]) as stream:
         streamed = await stream.get_final_message()
     thinking, text, first, second = whole.content
     assert (thinking.thinking, thinking.type) == ("I look.", "thinking")
@@ -108,8 +108,8 @@ async def test_a_tool_loop(connect):
     """Send the answer back unchanged, with the results of its calls."""
     parts = ScriptedParts(CALLS, deltas(TextPart("Warm.")))
     client = await connect(parts)
-    asked = {**ASKED, "tools": [WEATHER], "system": [{"type": "text", "text": "be short"}]}
-    first = await client.messages.create(**asked)
+    body = {**REQUEST, "tools": [WEATHER], "system": [{"type": "text", "text": "be short"}]}
+    first = await client.messages.create(**body)
     results: list[Any] = [
         {"type": "tool_result", "tool_use_id": "call_a", "content": "20"},
         {
@@ -121,13 +121,13 @@ async def test_a_tool_loop(connect):
         },
         {"type": "text", "text": "well?"},
     ]
-    asked["messages"] = [
+    body["messages"] = [
         *HI,
         {"role": "assistant", "content": first.content},
         {"role": "user", "content": results},
         {"role": "user", "content": "say it"},
     ]
-    second = await client.messages.create(**asked)
+    second = await client.messages.create(**body)
     assert second.content[0].text == "Warm."
     system, user, turn, one, two, more = parts.messages()
     assert system == {"role": "system", "content": [{"type": "text", "text": "be short"}]}
@@ -156,24 +156,24 @@ async def test_tool_choice(connect):
         ({"type": "none"}, "none", (), True),
     ):
         more = {} if choice is None else {"tool_choice": choice}
-        await client.messages.create(**ASKED, tools=[WEATHER, other], **more)
-        asked = parts.asked[-1].tool_use
-        assert (asked.choice, tuple(asked.only), asked.parallel) == (mode, only, parallel)
-        assert [(tool.name, tool.strict) for tool in asked.tools] == [
+        await client.messages.create(**REQUEST, tools=[WEATHER, other], **more)
+        request = parts.requests[-1].tool_use
+        assert (request.choice, tuple(request.only), request.parallel) == (mode, only, parallel)
+        assert [(tool.name, tool.strict) for tool in request.tools] == [
             ("weather", False), ("news", True),
         ]  # fmt: skip
-        assert asked.tools[0].parameters == WEATHER["input_schema"]
+        assert request.tools[0].parameters == WEATHER["input_schema"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_stop_sequences(connect, stream):
     client = await connect(saying("hello world hello"))
-    asked = {**ASKED, "stop_sequences": ["never", "wor"]}
+    body = {**REQUEST, "stop_sequences": ["never", "wor"]}
     if stream:
-        async with client.messages.stream(**asked) as events:
+        async with client.messages.stream(**body) as events:
             answer = await events.get_final_message()
     else:
-        answer = await client.messages.create(**asked)
+        answer = await client.messages.create(**body)
     assert answer.content[0].text == "hello "
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "wor")
 
@@ -181,13 +181,13 @@ async def test_stop_sequences(connect, stream):
 async def test_a_stop_sequence_at_the_last_token(connect):
     """Match a stop sequence that the last token allowed by max_tokens completes."""
     client = await connect(saying("ab"))
-    answer = await client.messages.create(**{**ASKED, "max_tokens": 2}, stop_sequences=["b"])
+    answer = await client.messages.create(**{**REQUEST, "max_tokens": 2}, stop_sequences=["b"])
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "b")
 
 
 async def test_an_answer_cut_at_max_tokens(connect):
     client = await connect(saying("hello world"))
-    answer = await client.messages.create(**{**ASKED, "max_tokens": 1})
+    answer = await client.messages.create(**{**REQUEST, "max_tokens": 1})
     assert answer.content[0].text == "hello"
     assert answer.stop_reason == "max_tokens"
 
@@ -196,20 +196,20 @@ async def test_a_cut_call_has_the_complete_part_of_its_input(connect):
     call = ToolCallPart(0, "call_a", "weather", '{"place": "Rome", "day": ')
     cut = deltas(call, ToolCallPart(0, cut=True), finish="length")
     client = await connect(ScriptedParts(cut))
-    answer = await client.messages.create(**ASKED, tools=[WEATHER])
+    answer = await client.messages.create(**REQUEST, tools=[WEATHER])
     assert answer.content[0].input == {"place": "Rome"}
     assert answer.stop_reason == "max_tokens"
 
 
 async def test_an_answer_without_content(connect):
-    answer = await (await connect(saying(""))).messages.create(**ASKED)
+    answer = await (await connect(saying(""))).messages.create(**REQUEST)
     assert (answer.content, answer.stop_reason) == ([], "end_turn")
 
 
 async def test_a_last_assistant_message_is_continued(connect):
     router = FakeRouter(saying(" world"))
     turns = [*HI, {"role": "assistant", "content": "hello"}]
-    answer = await (await connect(router)).messages.create(**{**ASKED, "messages": turns})
+    answer = await (await connect(router)).messages.create(**{**REQUEST, "messages": turns})
     assert answer.content[0].text == " world"
     prompt = router.words.decode(router.starts[0].prompt_ids, skip_special_tokens=False)
     assert prompt.endswith("assistant\nhello")
@@ -227,7 +227,7 @@ async def test_consecutive_assistant_messages_are_one_turn(connect):
         {"role": "assistant", "content": "It is"},
         {"role": "assistant", "content": "warm"},
     ]
-    await (await connect(parts)).messages.create(**{**ASKED, "messages": turns})
+    await (await connect(parts)).messages.create(**{**REQUEST, "messages": turns})
     _, first, _, last = parts.messages()
     assert (first["role"], first["content"]) == ("assistant", "hello\nI look.")
     assert [call["id"] for call in first["tool_calls"]] == ["c"]
@@ -244,13 +244,13 @@ async def test_thinking_structure_and_effort_reach_the_pipeline(connect):
         ({"type": "adaptive"}, None, True),
         ({"type": "disabled"}, None, False),
     ):
-        await client.messages.create(**ASKED, thinking=thinking, output_config=config)
-        asked = parts.asked[-1]
-        assert asked.sampling.thinking_budget == budget
-        assert asked.conversation.suggested == {
+        await client.messages.create(**REQUEST, thinking=thinking, output_config=config)
+        request = parts.requests[-1]
+        assert request.sampling.thinking_budget == budget
+        assert request.conversation.suggested == {
             "enable_thinking": told, "thinking": told, "reasoning_effort": "max",
         }  # fmt: skip
-        structure = asked.sampling.structure
+        structure = request.sampling.structure
         assert (structure.kind, structure.value) == ("json_schema", schema)
 
 
@@ -259,7 +259,7 @@ async def test_tokens_are_counted(connect):
     client = await connect(router)
     turns = [*HI, {"role": "assistant", "content": "hello"}, *HI]
     counted = await client.messages.count_tokens(model="tiny", messages=turns, system="be short")
-    await client.messages.create(**{**ASKED, "messages": turns}, system="be short")
+    await client.messages.create(**{**REQUEST, "messages": turns}, system="be short")
     assert counted.input_tokens == len(router.starts[0].prompt_ids)
     assert len(router.starts) == 1, "counting must not run the model"
 
@@ -283,9 +283,9 @@ async def test_api_keys(connect, serve, header):
         return anthropic.AsyncAnthropic(**named, base_url=url, max_retries=0)
 
     async with client("right") as right, client("wrong") as wrong:
-        assert (await right.messages.create(**ASKED)).content
+        assert (await right.messages.create(**REQUEST)).content
         for attempt in (
-            wrong.messages.create(**ASKED),
+            wrong.messages.create(**REQUEST),
             wrong.messages.count_tokens(model="tiny", messages=HI),
         ):
             with pytest.raises(anthropic.AuthenticationError) as caught:
@@ -297,7 +297,7 @@ async def test_api_keys(connect, serve, header):
 async def test_an_unknown_model(connect):
     client = await connect(saying("x"))
     for attempt in (
-        client.messages.create(**{**ASKED, "model": "other"}),
+        client.messages.create(**{**REQUEST, "model": "other"}),
         client.messages.count_tokens(model="other", messages=HI),
     ):
         with pytest.raises(anthropic.NotFoundError, match="other") as caught:
@@ -325,7 +325,7 @@ async def test_failures_before_the_first_token(connect, code, status, kind, stre
 
     client = await connect(play)
     with pytest.raises(anthropic.APIStatusError) as caught:
-        await client.messages.create(**ASKED, stream=stream)
+        await client.messages.create(**REQUEST, stream=stream)
     assert caught.value.status_code == status
     assert caught.value.body["error"] == {"type": kind, "message": "because"}
     retry = caught.value.response.headers.get("retry-after")
@@ -337,7 +337,7 @@ async def test_a_failure_in_the_middle_of_a_stream(connect):
         yield tokens(start, router.encode("hello"), 0)
         yield failed(start, pb.POISON_REQUEST, "two workers died")
 
-    stream = await (await connect(play)).messages.create(**ASKED, stream=True)
+    stream = await (await connect(play)).messages.create(**REQUEST, stream=True)
     seen: list[str] = []
 
     async def read() -> None:
@@ -359,7 +359,7 @@ async def test_a_client_that_leaves_cancels_its_request(connect):
             await asyncio.sleep(0)
 
     router = FakeRouter(endless)
-    stream = await (await connect(router)).messages.create(**ASKED, stream=True)
+    stream = await (await connect(router)).messages.create(**REQUEST, stream=True)
     async for event in stream:
         if event.type == "content_block_delta":
             break

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.anyio
 URL = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 HI = [{"role": "user", "content": "hi"}]
-ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 9, "messages": HI}
-BODIES: Any = {URL: ASKED, COUNT: {"model": "tiny", "messages": HI}}
+REQUEST: dict[str, Any] = {"model": "tiny", "max_tokens": 9, "messages": HI}
+BODIES: Any = {URL: REQUEST, COUNT: {"model": "tiny", "messages": HI}}
 WANTED = (True, 7, "x", ["x"], {"x": "x"})  # one non-default value of each type
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 USE = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
@@ -53,13 +53,13 @@ def check(reply: httpx.Response, status: int, kind: str = "invalid_request_error
 async def test_unsupported_fields_are_refused_by_name(make_http, url):
     router = FakeRouter(saying("x"))
     client = make_http(router)
-    asked = BODIES[url]
+    request = BODIES[url]
     assert not IGNORED_FIELDS & MessagesBody.model_fields.keys()
     for name in REFUSED_FIELDS.keys() - MessagesBody.model_fields.keys():
         for value in WANTED:
             if value in REFUSED_FIELDS[name]:
                 continue
-            message = check(await client.post(url, json={**asked, name: value}), 400)
+            message = check(await client.post(url, json={**request, name: value}), 400)
             assert message.startswith(f"{name} is not supported")
             assert (f"use {FIELD_ALIASES.get(name)}" in message) is (name in FIELD_ALIASES)
     assert router.starts == []
@@ -75,8 +75,8 @@ async def test_no_op_values_of_unsupported_fields_are_accepted(make_http, url):
             if name not in MessagesBody.model_fields
         }
         ignored = dict.fromkeys(IGNORED_FIELDS, "x")
-        asked = {**BODIES[url], **given, **ignored, "unknown": 1}
-        reply = await client.post(url, json=asked, headers={"anthropic-version": "2023-06-01"})
+        body = {**BODIES[url], **given, **ignored, "unknown": 1}
+        reply = await client.post(url, json=body, headers={"anthropic-version": "2023-06-01"})
         assert reply.status_code == 200, reply.json()
 
 
@@ -90,7 +90,7 @@ async def test_equivalent_fields_of_other_servers_are_accepted(make_http, subtes
         {"max_tokens": -1},
     ):
         with subtests.test(fields=fields):
-            reply = await client.post(URL, json={**ASKED, **fields})
+            reply = await client.post(URL, json={**REQUEST, **fields})
             assert reply.status_code == 200, reply.json()
     assert router.starts[0].params.max_tokens == 9
     assert router.starts[-1].params.max_tokens == 0  # limited only by the context
@@ -107,9 +107,9 @@ async def test_alternative_names_for_enabling_thinking(make_http, subtests):
                     reply = await client.post(url, json={**BODIES[url], name: value})
                     assert reply.status_code == 200, reply.json()
                 assert router.prompt(-1) == f"hi {value}"
-    reply = await client.post(URL, json={**ASKED, "output_config": {"effort": "none"}})
+    reply = await client.post(URL, json={**REQUEST, "output_config": {"effort": "none"}})
     assert (reply.status_code, router.prompt(-1)) == (200, "hi False")
-    contrary = {**ASKED, "think": True, "thinking": {"type": "disabled"}}
+    contrary = {**REQUEST, "think": True, "thinking": {"type": "disabled"}}
     message = check(await client.post(URL, json=contrary), 400)
     assert message == "thinking contradicts think"
 
@@ -204,8 +204,10 @@ async def test_an_invalid_field_is_named(make_http, subtests):
     for fields, named in WRONG:
         with subtests.test(fields=fields):
             router.starts.clear()
-            asked = {key: value for key, value in {**ASKED, **fields}.items() if value is not None}
-            message = check(await client.post(URL, json=asked), 400)
+            request = {
+                key: value for key, value in {**REQUEST, **fields}.items() if value is not None
+            }
+            message = check(await client.post(URL, json=request), 400)
             assert message.startswith((f"{named}:", f"{named} "))
             assert len(message) < 300
             assert router.starts == []
@@ -215,7 +217,7 @@ async def test_redacted_thinking_is_dropped(make_http):
     router = FakeRouter(saying("x"))
     secret = {"type": "redacted_thinking", "data": "x"}
     turn = {"role": "assistant", "content": [secret, {"type": "text", "text": "hello"}]}
-    reply = await make_http(router).post(URL, json={**ASKED, "messages": [*HI, turn, *HI]})
+    reply = await make_http(router).post(URL, json={**REQUEST, "messages": [*HI, turn, *HI]})
     assert reply.status_code == 200, reply.json()
     assert reply.headers["request-id"] == reply.headers["x-request-id"]
 
@@ -229,13 +231,13 @@ async def test_http_errors_have_the_shape_of_the_api(make_http):
     check(await client.post(f"{URL}/nothing", json={}), 404, "not_found_error")
     check(await client.post(URL, content=b" " * (1 << 17), headers=JSON), 413, "request_too_large")
     client.headers["x-api-key"] = "wrong"
-    check(await client.post(URL, json=ASKED), 401, "authentication_error")
+    check(await client.post(URL, json=REQUEST), 401, "authentication_error")
 
 
 async def test_a_foreign_origin_is_refused(make_http):
     client = make_http(saying("x"), local=True)
     headers = {"host": "localhost", "origin": "https://evil.example"}
-    check(await client.post(URL, json=ASKED, headers=headers), 403, "permission_error")
+    check(await client.post(URL, json=REQUEST, headers=headers), 403, "permission_error")
 
 
 @pytest.mark.parametrize("url", BODIES)
@@ -264,8 +266,8 @@ async def test_models_are_listed_in_the_shape_of_the_api(make_http):
 def test_tool_choice_none_is_accepted_without_tools() -> None:
     """Accept `none` without tools, because tools of MCP servers count as well (gateway/mcp)."""
     messages = [{"role": "user", "content": "hi"}]
-    asked = {"model": "m", "max_tokens": 5, "messages": messages, "tool_choice": {"type": "none"}}
-    assert parse(MessagesBody, asked).tool_use() == ToolUse((), "none")
+    body = {"model": "m", "max_tokens": 5, "messages": messages, "tool_choice": {"type": "none"}}
+    assert parse(MessagesBody, body).tool_use() == ToolUse((), "none")
 
 
 def turns(*messages: Any, **fields: Any) -> list[Any]:
@@ -369,7 +371,7 @@ def test_an_earlier_name_of_the_output_format() -> None:
         ({"output_format": form}, "output_format.schema"),
         ({"output_config": {"format": form}}, "output_config.format.schema"),
     ):
-        structure = parse(MessagesBody, {**ASKED, **fields}).structure()
+        structure = parse(MessagesBody, {**REQUEST, **fields}).structure()
         assert structure is not None
         assert (structure.value, structure.param) == (form["schema"], name)
 
@@ -430,13 +432,13 @@ async def test_hints_are_accepted(make_http, subtests):
         {"messages": [*HI, {"role": "assistant", "content": None}, *HI]},
     ):
         with subtests.test(fields=str(fields)[:80]):
-            reply = await client.post(URL, json={**ASKED, **fields})
+            reply = await client.post(URL, json={**REQUEST, **fields})
             assert reply.status_code == 200, reply.json()
 
 
 async def test_a_top_p_of_0_takes_the_best_token(make_http):
     router = FakeRouter(saying("x"))
-    assert (await make_http(router).post(URL, json={**ASKED, "top_p": 0})).status_code == 200
+    assert (await make_http(router).post(URL, json={**REQUEST, "top_p": 0})).status_code == 200
     assert (router.starts[0].params.top_p, router.starts[0].params.top_k) == (1, 1)
 
 
@@ -448,7 +450,7 @@ async def test_tools_share_a_size_limit(make_http):
         [{"name": f"f{n}", "input_schema": large} for n in range(60)],
         [{**TOOL, "name": f"f{n}", "description": "x" * 60_000} for n in range(20)],
     ):
-        reply = await client.post(URL, json={**ASKED, "tools": tools})
+        reply = await client.post(URL, json={**REQUEST, "tools": tools})
         if reply.status_code != 413:
             assert check(reply, 400).startswith("tools")
 
@@ -459,13 +461,13 @@ async def test_built_in_tools_of_the_provider_are_dropped_and_logged(make_http, 
     search = {"type": "web_search_20990101", "name": "web_search", "max_uses": 5}
     servers = [{"type": "url", "name": "s", "url": "https://example.invalid"}]
     with caplog.at_level("INFO"):
-        body = {**ASKED, "tools": [search, TOOL], "mcp_servers": servers}
+        body = {**REQUEST, "tools": [search, TOOL], "mcp_servers": servers}
         reply = await client.post(URL, json=body)
     assert reply.status_code == 200, reply.json()
     assert "tools: f<|im_start|>" in router.prompt(0)
     assert "left out and logged: tools 'web_search_20990101'" in caplog.text
     assert "left out and logged: fields 'mcp_servers'" in caplog.text
-    check(await client.post(URL, json={**ASKED, "tools": [search], "tool_choice": ANY}), 400)
+    check(await client.post(URL, json={**REQUEST, "tools": [search], "tool_choice": ANY}), 400)
 
 
 def test_results_of_built_in_tools_are_kept_as_text() -> None:

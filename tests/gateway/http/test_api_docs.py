@@ -130,13 +130,13 @@ def checker(page: Any, route: str, kind: str = "application/json", status: int =
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers_are_as_described(gateway, page, url, more, stream):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    asked = {"model": "tiny", **more, "n": 2, "return_token_ids": True, "stream": stream}
+    body = {"model": "tiny", **more, "n": 2, "return_token_ids": True, "stream": stream}
     if stream:
-        asked["stream_options"] = options
+        body["stream_options"] = options
     else:
-        asked["prompt_logprobs"] = 1
+        body["prompt_logprobs"] = 1
     check = checker(page, f"POST {url}", "text/event-stream" if stream else "application/json")
-    reply = gateway.post(url, json=asked)
+    reply = gateway.post(url, json=body)
     answers = events(reply.text) if stream else [reply.json()]
     for answer in answers:
         check.validate(answer)
@@ -144,7 +144,7 @@ def test_answers_are_as_described(gateway, page, url, more, stream):
 
 THOUGHT = "<think>hm</think>Look: " + calls("get_time")
 TOOL = {"name": "get_time", "parameters": {"type": "object"}}
-ASKED = {
+REQUEST = {
     CHAT: {"messages": HI, "tools": [{"type": "function", "function": TOOL}]},
     "/v1/responses": {"input": "hi", "tools": [{"type": "function", **TOOL}]},
     "/v1/messages": {
@@ -155,11 +155,11 @@ ASKED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("url", ASKED)
+@pytest.mark.parametrize("url", REQUEST)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_thoughts_and_calls_are_as_described(make_http, page, url, stream):
     client = make_http(ToolModel(THOUGHT, template=THINKING))
-    reply = await client.post(url, json={"model": "tiny", **ASKED[url], "stream": stream})
+    reply = await client.post(url, json={"model": "tiny", **REQUEST[url], "stream": stream})
     assert reply.status_code == 200, reply.text
     assert re.search('"type":"(thinking|reasoning)"|reasoning_content|"thinking":', reply.text)
     assert "get_time" in reply.text
@@ -216,7 +216,7 @@ def test_lists_are_as_described(gateway, page, url):
 
 
 def test_stored_objects_are_as_described(gateway, page):
-    def asked(route: str, name: str = "", **request: Any) -> Any:
+    def answer_to(route: str, name: str = "", **request: Any) -> Any:
         method, path = route.split()
         reply = gateway.request(method, re.sub(r"\{.*\}", name, path), **request)
         assert reply.status_code == 200, reply.text
@@ -227,32 +227,32 @@ def test_stored_objects_are_as_described(gateway, page):
     # enough that the batch is still running
     lines = [json.dumps({"custom_id": str(n), **line}) for n in range(500)]
     form: Any = {"data": {"purpose": "batch"}, "files": {"file": "\n".join(lines).encode()}}
-    file = asked("POST /v1/files", **form)["id"]
-    asked("GET /v1/files")
-    asked("GET /v1/files/{file_id}", file)
+    file = answer_to("POST /v1/files", **form)["id"]
+    answer_to("GET /v1/files")
+    answer_to("GET /v1/files/{file_id}", file)
     assert gateway.get(f"/v1/files/{file}/content").headers["content-type"] == next(
         iter(page["paths"]["/v1/files/{file_id}/content"]["get"]["responses"]["200"]["content"])
     )
     new = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
-    batch = asked("POST /v1/batches", json={**new, "metadata": {"a": "b"}})["id"]
-    asked("GET /v1/batches")
-    asked("GET /v1/batches/{batch_id}", batch)
-    asked("POST /v1/batches/{batch_id}/cancel", batch)
-    other = asked("POST /v1/files", **form)["id"]
-    asked("DELETE /v1/files/{file_id}", other)
+    batch = answer_to("POST /v1/batches", json={**new, "metadata": {"a": "b"}})["id"]
+    answer_to("GET /v1/batches")
+    answer_to("GET /v1/batches/{batch_id}", batch)
+    answer_to("POST /v1/batches/{batch_id}/cancel", batch)
+    other = answer_to("POST /v1/files", **form)["id"]
+    answer_to("DELETE /v1/files/{file_id}", other)
     response = {"model": "tiny", "instructions": "be kind", "top_logprobs": 1}
     response["include"] = ["message.output_text.logprobs"]
-    first = asked("POST /v1/responses", json={**response, "input": "hi"})["id"]
+    first = answer_to("POST /v1/responses", json={**response, "input": "hi"})["id"]
     more = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "c", "output": "1"}
     thought = {"type": "reasoning", "summary": [], "content": "hm"}
     given = {**response, "previous_response_id": first, "input": [thought, more, output]}
-    second = asked("POST /v1/responses", json=given)["id"]
-    asked("GET /v1/responses/{name}", second)
-    items = asked("GET /v1/responses/{name}/input_items", second)
+    second = answer_to("POST /v1/responses", json=given)["id"]
+    answer_to("GET /v1/responses/{name}", second)
+    items = answer_to("GET /v1/responses/{name}/input_items", second)
     assert len(items["data"]) == 5
-    asked("DELETE /v1/responses/{name}", second)
-    asked("GET /v1/usage", params={"group_by": "model"})
+    answer_to("DELETE /v1/responses/{name}", second)
+    answer_to("GET /v1/usage", params={"group_by": "model"})
 
 
 def test_a_schema_name_belongs_to_one_model():

@@ -137,8 +137,8 @@ async def test_a_client_that_half_closes_is_answered(connect, stream, close):
 
     router = FakeRouter(play)
     reader, writer = await connect(router)
-    asked = post({"model": "tiny", "messages": HI, "stream": stream})
-    writer.write(asked.replace(b"host: x\r\n", f"host: x\r\n{close}".encode()))
+    request = post({"model": "tiny", "messages": HI, "stream": stream})
+    writer.write(request.replace(b"host: x\r\n", f"host: x\r\n{close}".encode()))
     writer.write_eof()
     await eventually(lambda: router.starts)
     assert await reader.readuntil(b"\r\n\r\n") == protocol.INTERIM
@@ -165,10 +165,10 @@ async def test_a_client_that_half_closes_and_then_disconnects(connect):
     assert router.left == [router.starts[0].request]
 
 
-@pytest.mark.parametrize("asked", ["", "POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\n{"])
-async def test_an_unfinished_request_ends_with_its_connection(connect, asked):
+@pytest.mark.parametrize("head", ["", "POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\n{"])
+async def test_an_unfinished_request_ends_with_its_connection(connect, head):
     reader, writer = await connect(FakeRouter(waiting))
-    writer.write(asked.encode())
+    writer.write(head.encode())
     writer.write_eof()
     await asyncio.wait_for(reader.read(), LIMIT_S)
 
@@ -177,8 +177,8 @@ async def test_a_client_of_http_1_0_that_half_closes_has_disconnected(connect):
     """Cancel the request: a proxy half-closes when its own client has disconnected."""
     router = FakeRouter(waiting)
     _, writer = await connect(router)
-    asked = post({"model": "tiny", "messages": HI})
-    writer.write(asked.replace(b"HTTP/1.1", b"HTTP/1.0"))
+    request = post({"model": "tiny", "messages": HI})
+    writer.write(request.replace(b"HTTP/1.1", b"HTTP/1.0"))
     await eventually(lambda: router.starts)
     writer.write_eof()
     await asyncio.wait_for(router.closed.wait(), LIMIT_S)
@@ -203,8 +203,8 @@ async def test_a_reading_client_receives_events_that_repeat_many_logprobs(connec
         "model": "tiny", "input": "hi", "stream": True, "top_logprobs": 20,
         "include": ["message.output_text.logprobs"],
     }  # fmt: skip
-    asked = post(body).replace(b"/v1/chat/completions", b"/v1/responses")
-    writer.write(asked.replace(b"host: x\r\n", b"host: x\r\nconnection: close\r\n"))
+    request = post(body).replace(b"/v1/chat/completions", b"/v1/responses")
+    writer.write(request.replace(b"host: x\r\n", b"host: x\r\nconnection: close\r\n"))
     answer = await asyncio.wait_for(reader.read(), LIMIT_S)
     assert answer.endswith(b"0\r\n\r\n")
     assert b"event: response.completed" in answer
@@ -248,14 +248,14 @@ async def test_an_unread_whole_answer_closes_the_connection(connect):
     router = FakeRouter(saying("hello world " * 40))
     bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 20, stall_s=0.3)
     reader, writer = await connect(router, bounds=bounds)
-    asked = {
+    body = {
         "model": "tiny",
         "messages": HI,
         "logprobs": True,
         "top_logprobs": 20,
         "max_tokens": 300,
     }
-    writer.write(post(asked))
+    writer.write(post(body))
     await reader.readline()
     async with asyncio.timeout(20):
         with suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -389,15 +389,15 @@ async def test_one_connection_serves_many_requests(connect, monkeypatch):
         assert json.loads(await reader.readexactly(length))["choices"]
 
 
-@pytest.mark.parametrize("asked", ["POST /v1/completions", "GET /health", "GET /ready"])
+@pytest.mark.parametrize("head", ["POST /v1/completions", "GET /health", "GET /ready"])
 @pytest.mark.parametrize("rest", [1, 1000, 5000])
 async def test_an_answer_before_the_end_of_a_body_closes_the_connection(
-    connect, monkeypatch, asked, rest
+    connect, monkeypatch, head, rest
 ):
     if rest == 1:  # the client then sends nothing more
         monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 1.0)
     reader, writer = await connect(FakeRouter(saying("x")), keys=("secret",))
-    writer.write(f"{asked} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n".encode())
+    writer.write(f"{head} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n".encode())
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), LIMIT_S)
     assert b"\r\nconnection: close\r\n" in head
     writer.write(b"x" * rest)

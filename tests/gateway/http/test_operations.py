@@ -21,8 +21,8 @@ HI = [{"role": "user", "content": "hi"}]
 async def test_tokenize_and_back(make_http):
     router = FakeRouter(saying("x"))
     client = make_http(router)
-    asked = {"model": "tiny", "prompt": "hello world", "return_token_strs": True}
-    body = (await client.post("/tokenize", json=asked)).json()
+    request = {"model": "tiny", "prompt": "hello world", "return_token_strs": True}
+    body = (await client.post("/tokenize", json=request)).json()
     assert body["tokens"] == router.encode("hello world")
     assert body["count"] == len(body["tokens"])
     assert body["max_model_len"] == 512
@@ -203,8 +203,8 @@ async def test_metrics_of_several_gateways_leave_the_fleet_out(make_http):
     check(await client.get("/metrics", params={"fleet": "no"}), 400, "fleet")
     scraped = make_http(saying("x"), fleet_metrics=False)
     assert "worker=" not in (await scraped.get("/metrics")).text
-    asked = (await scraped.get("/metrics", params={"fleet": "true"})).text
-    assert "vllm:num_requests_running" in asked
+    request = (await scraped.get("/metrics", params={"fleet": "true"})).text
+    assert "vllm:num_requests_running" in request
 
 
 async def test_metrics_without_a_router(make_http):
@@ -286,7 +286,7 @@ async def test_tokenize_accepts_the_body_of_a_chat(make_http):
 async def test_tokenize_refuses_truncation(make_http, name):
     client = make_http(saying("x"))
     for body in ({"prompt": "hello world"}, {"messages": HI}):
-        asked = {"model": "tiny", **body}
-        error = check(await client.post("/tokenize", json={**asked, name: 1}), 400, name)
+        request = {"model": "tiny", **body}
+        error = check(await client.post("/tokenize", json={**request, name: 1}), 400, name)
         assert error["message"].startswith(f"{name} is not ")
-        assert (await client.post("/tokenize", json={**asked, name: None})).status_code == 200
+        assert (await client.post("/tokenize", json={**request, name: None})).status_code == 200

@@ -13,7 +13,7 @@ from pdserve.gateway.metrics.request_metrics import timeline
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
-ASKED = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
+REQUEST = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
 BEFORE_DECODE = [
     "receive", "prepare", "route", "queue", "prefill", "transfer", "first_token", "return",
 ]  # fmt: skip
@@ -30,7 +30,7 @@ async def slow(router, start):
 
 async def test_phases_of_a_request(make_http):
     http = make_http(slow)
-    answer = await http.post("/v1/completions", json=ASKED)
+    answer = await http.post("/v1/completions", json=REQUEST)
     for name in (answer.headers["x-request-id"], answer.json()["id"]):
         reply = await http.get(f"/v1/traces/{name}")
         found = reply.json()
@@ -62,7 +62,7 @@ async def test_a_client_id_finds_its_latest_request(make_http):
     http = make_http(saying("x"))
     mine = {"x-request-id": "mine/1"}
     for prompt in ("one", "one two three"):
-        reply = await http.post("/v1/completions", json=ASKED | {"prompt": prompt}, headers=mine)
+        reply = await http.post("/v1/completions", json=REQUEST | {"prompt": prompt}, headers=mine)
     found = (await http.get("/v1/traces/mine/1")).json()
     assert found["prompt_tokens"] == reply.json()["usage"]["prompt_tokens"]
 
@@ -70,8 +70,8 @@ async def test_a_client_id_finds_its_latest_request(make_http):
 async def test_a_key_cannot_see_traces_of_another(make_http):
     http = make_http(saying("x"), keys=("one", "other"))
     keys = [{"authorization": f"Bearer {name}"} for name in ("one", "other")]
-    asked = await http.post("/v1/completions", json=ASKED, headers=keys[0])
-    path = f"/v1/traces/{asked.headers['x-request-id']}"
+    request = await http.post("/v1/completions", json=REQUEST, headers=keys[0])
+    path = f"/v1/traces/{request.headers['x-request-id']}"
     assert (await http.get(path, headers=keys[0])).status_code == 200
     refused = await http.get(path, headers=keys[1])
     unknown = await http.get("/v1/traces/unknown", headers=keys[1])
@@ -83,7 +83,7 @@ async def test_a_key_cannot_see_traces_of_another(make_http):
 async def test_only_recent_traces_are_kept(make_http, monkeypatch):
     monkeypatch.setattr(request_metrics, "MAX_ENDED", 3)
     http = make_http(saying("x"))
-    answers = [await http.post("/v1/completions", json=ASKED) for _ in range(4)]
+    answers = [await http.post("/v1/completions", json=REQUEST) for _ in range(4)]
     paths = [f"/v1/traces/{answer.json()['id']}" for answer in answers]
     assert [(await http.get(path)).status_code for path in paths] == [404, 200, 200, 200]
 
@@ -98,7 +98,7 @@ async def test_traces_of_an_open_and_a_failed_request(make_http):
 
     http = make_http(play)
     mine = {"x-request-id": "mine"}
-    asking = asyncio.create_task(http.post("/v1/completions", json=ASKED, headers=mine))
+    asking = asyncio.create_task(http.post("/v1/completions", json=REQUEST, headers=mine))
 
     async def state() -> Any:
         found = (await http.get("/v1/traces/mine")).json()
@@ -125,7 +125,7 @@ async def test_attempts_in_a_trace_are_bounded(make_http):
         yield failed(start, pb.UNAVAILABLE)
 
     http = make_http(play)
-    reply = await http.post("/v1/completions", json=ASKED)
+    reply = await http.post("/v1/completions", json=REQUEST)
     found = (await http.get(f"/v1/traces/{reply.headers['x-request-id']}")).json()
     assert [int(one["attempt"], 16) for one in found["attempts"]] == list(range(16))
     assert found["attempts"][0]["prefill"] == "p:1"
@@ -148,7 +148,7 @@ async def test_a_trace_context_is_continued(make_http):
     router = FakeRouter(slow)
     http = make_http(router, arrange=lambda service: setattr(service, "tracer", tracer))
     headers = {"traceparent": CLIENT, "tracestate": "a=b", "x-request-id": "mine"}
-    answer = await http.post("/v1/completions", json=ASKED, headers=headers)
+    answer = await http.post("/v1/completions", json=REQUEST, headers=headers)
     found = (await http.get("/v1/traces/mine")).json()
     spans = tracer.spans()
     span = spans["request"]
@@ -173,7 +173,7 @@ async def test_a_trace_context_is_continued(make_http):
 async def test_a_failure_sets_the_status_of_the_span(make_http):
     tracer = MemoryTracer()
     http = make_http(saying("x"), arrange=lambda service: setattr(service, "tracer", tracer))
-    reply = await http.post("/v1/completions", json=ASKED | {"model": "none"})
+    reply = await http.post("/v1/completions", json=REQUEST | {"model": "none"})
     assert reply.status_code == 404
     assert reply.headers["traceparent"]
     assert tracer.spans()["request"].status.description == "MODEL_NOT_FOUND"
@@ -185,10 +185,10 @@ async def test_without_an_endpoint_the_trace_context_is_passed_on(make_http):
     router = FakeRouter(saying("x"))
     http = make_http(router)
     headers = {"traceparent": CLIENT, "tracestate": "a=b", "x-request-id": "mine"}
-    answer = await http.post("/v1/completions", json=ASKED, headers=headers)
+    answer = await http.post("/v1/completions", json=REQUEST, headers=headers)
     assert "traceparent" not in answer.headers
     assert (router.starts[0].trace_parent, router.starts[0].trace_state) == (CLIENT, "a=b")
     assert (await http.get("/v1/traces/mine")).json()["trace_id"] == CLIENT[3:35]
-    plain = await http.post("/v1/completions", json=ASKED, headers={"traceparent": "x"})
+    plain = await http.post("/v1/completions", json=REQUEST, headers={"traceparent": "x"})
     assert "traceparent" not in plain.headers
     assert router.starts[1].trace_parent == ""

@@ -327,13 +327,13 @@ async def test_calls_go_to_the_client_without_rounds_or_with_several_choices() -
 
 async def test_offered_tools_count_in_the_prompt() -> None:
     model = ToolModel("x")
-    asked = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+    request = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
     schema = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     async with gateway(model, Tools(look=answers("seen"))) as at:
         for more in ({}, {"output_config": schema}):
             path = "/v1/messages/count_tokens"
-            counted = (await at.http.post(path, json={**asked, **more})).json()
-            reply = await at.http.post("/v1/messages", json={**asked, **more, "max_tokens": 9})
+            counted = (await at.http.post(path, json={**request, **more})).json()
+            reply = await at.http.post("/v1/messages", json={**request, **more, "max_tokens": 9})
             assert reply.status_code == 200, reply.text
             assert counted["input_tokens"] == len(model.starts[-1].prompt_ids)
         body = {"model": "tiny", "input": "hello"}
@@ -347,8 +347,8 @@ async def test_offered_tools_count_in_the_prompt() -> None:
             {"response_format": {"type": "json_object"}},
             {"prompt_logprobs": 0},
         ):
-            counted = (await at.http.post("/tokenize", json={**asked, **more})).json()
-            await at.http.post("/v1/chat/completions", json={**asked, **more})
+            counted = (await at.http.post("/tokenize", json={**request, **more})).json()
+            await at.http.post("/v1/chat/completions", json={**request, **more})
             assert counted["tokens"] == list(model.starts[-1].prompt_ids), more
     assert "s__look" in model.prompt(0)
     assert "s__look" not in model.prompt(1)
@@ -416,8 +416,8 @@ async def test_grpc_texts_are_offered_no_tools() -> None:
         await host.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             messages = [ChatMessage(role="user", content="a")]
-            asked = ChatRequest(model="tiny", messages=messages)
-            chunks = [chunk async for chunk in TextStub(channel).Chat(asked)]
+            request = ChatRequest(model="tiny", messages=messages)
+            chunks = [chunk async for chunk in TextStub(channel).Chat(request)]
         await host.stop(0)
     assert "".join(chunk.text for chunk in chunks) == "Hello."
     assert "s__get" not in router.prompt(0)

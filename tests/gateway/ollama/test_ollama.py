@@ -69,10 +69,10 @@ async def test_a_chat_is_streamed_as_lines_by_default(make_http):
 async def test_generate_is_a_chat_of_one_message(make_http):
     router = FakeRouter(saying("hello world"))
     http = make_http(router)
-    asked = {"model": "tiny", "prompt": "hi", "system": "be short"}
-    found = lines(await http.post("/api/generate", json=asked))
+    body = {"model": "tiny", "prompt": "hi", "system": "be short"}
+    found = lines(await http.post("/api/generate", json=body))
     assert "".join(one["response"] for one in found) == "hello world"
-    whole = (await http.post("/api/generate", json={**asked, **WHOLE})).json()
+    whole = (await http.post("/api/generate", json={**body, **WHOLE})).json()
     assert (whole["response"], whole["done_reason"]) == ("hello world", "stop")
     assert "message" not in whole
     chat = [{"role": "system", "content": "be short"}, *HI]
@@ -115,8 +115,8 @@ async def test_options_reach_the_engine(make_http):
         "num_predict": 9, "stop": ["never", "wor"], "num_ctx": 8192, "num_thread": 4,
         "repeat_last_n": -1, "mirostat": 0, "something": "new",
     }  # fmt: skip
-    asked = {**BODY, "options": options, "keep_alive": "5m", **WHOLE}
-    answer = (await http.post("/api/chat", json=asked)).json()
+    body = {**BODY, "options": options, "keep_alive": "5m", **WHOLE}
+    answer = (await http.post("/api/chat", json=body)).json()
     assert (answer["message"]["content"], answer["done_reason"]) == ("hello ", "stop")
     params = router.starts[0].params
     sent = (params.temperature, params.top_k, params.top_p, params.min_p, router.starts[0].seed)
@@ -210,7 +210,7 @@ async def test_format_and_thinking_reach_the_pipeline(make_http):
         (None, None),
     ):
         await http.post("/api/chat", json={**BODY, "format": form})
-        structure = parts.asked[-1].sampling.structure
+        structure = parts.requests[-1].sampling.structure
         assert found == (structure and (structure.kind, structure.value, structure.lenient))
     for think, variables in (
         (True, {"enable_thinking": True, "thinking": True}),
@@ -219,23 +219,23 @@ async def test_format_and_thinking_reach_the_pipeline(make_http):
         (None, {}),
     ):
         await http.post("/api/chat", json={**BODY, "think": think})
-        assert parts.asked[-1].conversation.suggested == variables
+        assert parts.requests[-1].conversation.suggested == variables
     off = {"enable_thinking": False, "thinking": False}
     for fields in ({"enable_thinking": False}, {"thinking": False}, {"thinking": DISABLED}):
         await http.post("/api/chat", json={**BODY, **fields})
-        assert parts.asked[-1].conversation.suggested == off
+        assert parts.requests[-1].conversation.suggested == off
     await http.post("/api/chat", json={**BODY, "thinking": {"type": "enabled", "budget_tokens": 7}})
-    assert parts.asked[-1].sampling.thinking_budget == 7
+    assert parts.requests[-1].sampling.thinking_budget == 7
     await http.post("/api/chat", json={**BODY, "system": "be short"})
-    roles = [turn["role"] for turn in parts.asked[-1].conversation.messages]
+    roles = [turn["role"] for turn in parts.requests[-1].conversation.messages]
     assert roles == ["system", "user"]
 
 
 async def test_thoughts_and_calls_streamed_and_whole_are_the_same(make_http):
     http = make_http(ScriptedParts(CALLS, CALLS))
-    asked = {**BODY, "tools": [WEATHER]}
-    found = lines(await http.post("/api/chat", json=asked))
-    whole = (await http.post("/api/chat", json={**asked, **WHOLE})).json()
+    body = {**BODY, "tools": [WEATHER]}
+    found = lines(await http.post("/api/chat", json=body))
+    whole = (await http.post("/api/chat", json={**body, **WHOLE})).json()
     made = [
         {"id": id_, "function": {"index": n, "name": "weather", "arguments": {"place": place}}}
         for n, (id_, place) in enumerate((("call_a", "Rome"), ("call_b", "Oslo")))
@@ -264,8 +264,8 @@ async def test_a_tool_loop(make_http):
     """Send the answer back unchanged, and without ids, as clients of Ollama do."""
     parts = ScriptedParts(CALLS, *[deltas(TextPart("Warm."))] * 2)
     http = make_http(parts)
-    asked = {**BODY, "tools": [WEATHER]}
-    first = (await http.post("/api/chat", json={**asked, **WHOLE})).json()["message"]
+    request = {**BODY, "tools": [WEATHER]}
+    first = (await http.post("/api/chat", json={**request, **WHOLE})).json()["message"]
     results = [
         {"role": "tool", "tool_name": "weather", "content": "20"},
         {"role": "tool", "content": "no such place"},
@@ -274,7 +274,7 @@ async def test_a_tool_loop(make_http):
         turn = json.loads(json.dumps(first))
         for call in turn["tool_calls"]:
             call |= {} if named else {"id": ""}
-        body = {**asked, "messages": [*HI, turn, *results], **WHOLE}
+        body = {**request, "messages": [*HI, turn, *results], **WHOLE}
         answer = await http.post("/api/chat", json=body)
         assert answer.json()["message"]["content"] == "Warm."
         _, assistant, one, two = parts.messages()
@@ -285,7 +285,7 @@ async def test_a_tool_loop(make_http):
         assert places == ["Rome", "Oslo"]
         assert (one["tool_call_id"], one["name"], one["content"]) == (ids[0], "weather", "20")
         assert (two["tool_call_id"], two["name"]) == (ids[1], "weather")
-    assert [tool.name for tool in parts.asked[0].tool_use.tools] == ["weather"]
+    assert [tool.name for tool in parts.requests[0].tool_use.tools] == ["weather"]
 
 
 def test_results_of_many_calls_take_linear_time() -> None:
@@ -332,9 +332,9 @@ async def test_a_last_message_of_the_assistant_is_continued(make_http):
 
 async def test_log_probabilities(make_http):
     http = make_http(saying("hello world"))
-    asked = {**BODY, "logprobs": True, "top_logprobs": 2}
-    found = lines(await http.post("/api/chat", json=asked))
-    whole = (await http.post("/api/chat", json={**asked, **WHOLE})).json()
+    body = {**BODY, "logprobs": True, "top_logprobs": 2}
+    found = lines(await http.post("/api/chat", json=body))
+    whole = (await http.post("/api/chat", json={**body, **WHOLE})).json()
     streamed = [score for one in found for score in one.get("logprobs", ())]
     assert len(whole["logprobs"]) == whole["eval_count"]
     assert [s["token"] for s in streamed] == [s["token"] for s in whole["logprobs"]]
@@ -471,13 +471,13 @@ async def test_a_long_text_is_truncated_unless_refused(make_http):
     http = make_http(router, bounds=LARGE)
     context = router.cards[1].context_len
     text = "a b " * context
-    asked = {"model": "embedder", "input": text}
-    assert (await http.post("/api/embed", json=asked)).status_code == 200
+    body = {"model": "embedder", "input": text}
+    assert (await http.post("/api/embed", json=body)).status_code == 200
     ids = list(router.starts[-1].prompt_ids)
     assert ids == router.encode(text)[:context]
-    assert (await http.post("/api/embeddings", json={**asked, "prompt": text})).status_code == 200
+    assert (await http.post("/api/embeddings", json={**body, "prompt": text})).status_code == 200
     assert list(router.starts[-1].prompt_ids) == ids
-    refused = await http.post("/api/embed", json={**asked, "truncate": False})
+    refused = await http.post("/api/embed", json={**body, "truncate": False})
     assert refused.status_code == 400
     assert "context" in refused.json()["error"]
 

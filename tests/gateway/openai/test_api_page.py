@@ -147,7 +147,7 @@ async def test_each_served_field_is_accepted(client, path):
 
 @pytest.mark.parametrize("path", LEAST)
 async def test_ignored_fields_do_not_change_the_answer(client, router, path):
-    async def asked(**more: Any) -> tuple[str, Any]:
+    async def answer_to(**more: Any) -> tuple[str, Any]:
         reply = await client.post(path, json={**LEAST[path], **more})
         assert reply.status_code == 200, (more, reply.text)
         text = re.sub(r"[0-9a-f]{32}", "ID", reply.text)
@@ -156,13 +156,13 @@ async def test_ignored_fields_do_not_change_the_answer(client, router, path):
         times = r'"(created|created_at|completed_at|\w+_duration)":(\d+|"[^"]*")'
         return re.sub(times, "", text), sent
 
-    plain = await asked()
+    plain = await answer_to()
     ignored = [*rows(path, IGNORED), *rows(path, LEFT_OUT)]
     few = "tokenize" in path or path.startswith(("/api/", "/apply"))
     assert len(ignored) > (1 if few else 5)
     for number, name in enumerate(ignored):
         for value in WANTED[number % 2 :: 2]:
-            assert await asked(**{name: value}) == plain, name
+            assert await answer_to(**{name: value}) == plain, name
 
 
 @pytest.mark.parametrize("path", LEAST)

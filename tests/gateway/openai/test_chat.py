@@ -54,22 +54,22 @@ async def test_an_inexact_answer_is_marked(make_http, url, stream):
         yield tokens(start, router.encode("hello"), 0, finish=pb.STOP)
         yield finished(start, inexact=True)
 
-    asked = {"model": "tiny", "stream": stream}
-    asked |= {"model": "tiny", "messages": HI} if url == URL else {"model": "tiny", "prompt": "x"}
+    body = {"model": "tiny", "stream": stream}
+    body |= {"model": "tiny", "messages": HI} if url == URL else {"model": "tiny", "prompt": "x"}
     if stream:
-        asked["stream_options"] = {"include_usage": True}
-    reply = await make_http(play).post(url, json=asked)
+        body["stream_options"] = {"include_usage": True}
+    reply = await make_http(play).post(url, json=body)
     last = events(reply.text)[-1] if stream else reply.json()
     assert last["usage"]["pdserve"] == {"inexact": True}
 
 
 async def test_stream(make_http):
     client = make_http(saying("hello world"))
-    asked = {
+    body = {
         "model": "tiny", "messages": HI, "stream": True,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
-    reply = await client.post(URL, json=asked)
+    reply = await client.post(URL, json=body)
     chunks = events(reply.text)
     assert reply.headers["content-type"].startswith("text/event-stream")
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"

@@ -166,8 +166,8 @@ async def test_a_last_message_is_continued(make_http):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_token_ids_are_returned(make_http, url, stream):
     router = FakeRouter(saying("hello world", "hello"))
-    asked = {**BODIES[url][0], "n": 2, "return_token_ids": True, "stream": stream}
-    reply = await make_http(router).post(url, json=asked)
+    body = {**BODIES[url][0], "n": 2, "return_token_ids": True, "stream": stream}
+    reply = await make_http(router).post(url, json=body)
     (start,) = router.starts
     found: dict[int, list[int]] = {0: [], 1: []}
     prompts: list[Any] = []
@@ -207,8 +207,8 @@ async def test_a_priority_is_sent_with_every_prompt_and_choice(make_http, url):
     more = {"prompt": ["a", "b"]} if url == PLAIN else {"n": 2}
     for value, wanted in ((-(2**31), -(2**31)), (2**31 - 1, 2**31 - 1), (None, 0)):
         router.starts.clear()
-        asked = {**BODIES[url][0], **more, "priority": value}
-        assert (await client.post(url, json=asked)).status_code == 200
+        body = {**BODIES[url][0], **more, "priority": value}
+        assert (await client.post(url, json=body)).status_code == 200
         assert {start.priority for start in router.starts} == {wanted}
 
 
@@ -216,14 +216,14 @@ async def test_ids_of_withheld_text_are_returned_with_the_next_text(make_http):
     """Withheld text: part of a character of several tokens, or a possible start of a stop
     string."""
     router = FakeRouter(saying("hé世 world"))
-    asked = {
+    body = {
         "model": "tiny",
         "prompt": "a",
         "return_token_ids": True,
         "stream": True,
         "stop": ["never", "wor "],
     }
-    parts = events((await make_http(router).post(PLAIN, json=asked)).text)
+    parts = events((await make_http(router).post(PLAIN, json=body)).text)
     found = [token for part in parts for token in part["choices"][0]["token_ids"]]
     ids = router.encode("hé世 world")
     assert len(parts) < len(ids)
@@ -265,12 +265,12 @@ async def test_a_prompt_is_truncated_from_its_beginning(make_http):
 
 @pytest.mark.parametrize("url", BODIES)
 async def test_usage_in_every_chunk(make_http, url):
-    asked = {
+    body = {
         **BODIES[url][0], "n": 2, "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }  # fmt: skip
     router = FakeRouter(saying("hello world", "hello"))
-    *chunks, last = events((await make_http(router).post(url, json=asked)).text)
+    *chunks, last = events((await make_http(router).post(url, json=body)).text)
     usages = [chunk["usage"] for chunk in chunks]
     prompt_tokens = len(router.starts[0].prompt_ids)
     assert all(usage["prompt_tokens"] == prompt_tokens for usage in usages)

@@ -458,14 +458,14 @@ async def test_a_conversation_with_tools(make_openai, streamed):
 
 async def _message(client, messages: list[Any], streamed: bool) -> dict[str, Any]:
     """The assistant's next message, as a client sends it back in the conversation."""
-    asked: dict[str, Any] = {"model": "tiny", "messages": messages, "tools": [ADD]}
+    body: dict[str, Any] = {"model": "tiny", "messages": messages, "tools": [ADD]}
     if not streamed:
-        answer = await client.chat.completions.create(**asked)
+        answer = await client.chat.completions.create(**body)
         choice = answer.choices[0]
         message = choice.message
         assert choice.finish_reason == ("tool_calls" if message.tool_calls else "stop")
         return message.model_dump(include={"role", "content", "tool_calls"})
-    async with client.chat.completions.stream(**asked) as stream:
+    async with client.chat.completions.stream(**body) as stream:
         async for _ in stream:
             pass
         final = await stream.get_final_completion()

@@ -127,9 +127,9 @@ async def test_log_probabilities_of_tokens_by_id(make_http, url):
     router = FakeRouter(saying("hello"))
     more = {"top_logprobs": 1} if url == CHAT else {"logprobs": 1}
     own = router.encode("hello")[0]
-    asked = {**BODIES[url], **SCORED[url], **more, "logprob_token_ids": [66, own, 67]}
+    request = {**BODIES[url], **SCORED[url], **more, "logprob_token_ids": [66, own, 67]}
     for as_ids in (False, True):
-        body = {**asked, "return_tokens_as_token_ids": as_ids}
+        body = {**request, "return_tokens_as_token_ids": as_ids}
         reply = await make_http(router).post(url, json=body)
         (choice,) = reply.json()["choices"]
         names = {

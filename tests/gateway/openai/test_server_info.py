@@ -15,7 +15,7 @@ from pdserve.gateway.metrics import GatewayProcesses
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
-ASKED = {"model": "tiny", "messages": HI}
+REQUEST = {"model": "tiny", "messages": HI}
 KEYS = ("one", "other")
 
 
@@ -66,7 +66,9 @@ async def test_slots_list_the_requests_of_the_key_and_load_counts_all(make_http)
     router = Held()
     limits = AdmissionLimits(2, 2)
     http = make_http(router, keys=KEYS, limits=limits)
-    asked = [asyncio.create_task(http.post(CHAT, json=ASKED, headers=key(name))) for name in KEYS]
+    requests = [
+        asyncio.create_task(http.post(CHAT, json=REQUEST, headers=key(name))) for name in KEYS
+    ]
     await eventually(lambda: len(router.starts) == 2)
 
     async def seen(name: str) -> list[dict[str, Any]]:
@@ -88,14 +90,14 @@ async def test_slots_list_the_requests_of_the_key_and_load_counts_all(make_http)
     full = await http.get("/slots", params={"fail_on_no_slot": 1}, headers=key("one"))
     assert full.status_code == 503
     router.go.set()
-    assert {reply.status_code for reply in await asyncio.gather(*asked)} == {200}
+    assert {reply.status_code for reply in await asyncio.gather(*requests)} == {200}
     assert await seen("one") == []
     assert (await http.get("/load", headers=key("one"))).json() == {"server_load": 0}
     free = await http.get("/slots", params={"fail_on_no_slot": 1}, headers=key("one"))
     assert free.status_code == 200
     for path in ("/slots", "/load", "/props", "/tokenizer_info", "/models"):
         assert (await http.get(path)).status_code == 401
-    assert (await http.post("/apply-template", json=ASKED)).status_code == 401
+    assert (await http.post("/apply-template", json=REQUEST)).status_code == 401
 
 
 async def test_slots_include_other_processes_of_the_port(make_http, tmp_path):
@@ -110,21 +112,21 @@ async def test_slots_include_other_processes_of_the_port(make_http, tmp_path):
 
         clients.append(make_http(router, arrange=arrange))
         await processes.start()
-    asked = [asyncio.create_task(client.post(CHAT, json=ASKED)) for client in clients]
+    requests = [asyncio.create_task(client.post(CHAT, json=REQUEST)) for client in clients]
     await eventually(lambda: all(router.starts for router in routers))
     for client in clients:
         assert len((await client.get("/slots")).json()) == 2
         assert (await client.get("/load")).json() == {"server_load": 2}
     for router in routers:
         router.go.set()
-    await asyncio.gather(*asked, *(processes.close() for processes in both))
+    await asyncio.gather(*requests, *(processes.close() for processes in both))
 
 
 async def test_a_template_is_applied_without_running_a_model(make_http):
     router = ToolModel("x")
     http = make_http(router)
     tool = {"type": "function", "function": {"name": "weather", "description": "of a place"}}
-    body = {**ASKED, "tools": [tool]}
+    body = {**REQUEST, "tools": [tool]}
     prompt = (await http.post("/apply-template", json=body)).json()["prompt"]
     assert router.starts == []
     await http.post(CHAT, json=body)
@@ -141,8 +143,8 @@ async def test_a_template_is_applied_without_running_a_model(make_http):
 async def test_routes_without_v1_are_equivalent(make_http, subtests):
     http = make_http(every_kind())
     for path, body in (
-        (CHAT, ASKED),
-        (f"{CHAT}/batch", {**ASKED, "messages": [HI]}),
+        (CHAT, REQUEST),
+        (f"{CHAT}/batch", {**REQUEST, "messages": [HI]}),
         (PLAIN, {"model": "tiny", "prompt": "hi"}),
         ("/v1/responses", {"model": "tiny", "input": "hi"}),
         ("/v1/responses/input_tokens", {"model": "tiny", "input": "hi"}),
@@ -165,7 +167,7 @@ async def test_a_batch_of_chats(make_http):
     router = FakeRouter(saying("hello world"))
     http = make_http(router)
     said = [[{"role": "user", "content": "x" * n}] for n in range(1, 41)]
-    body = {**ASKED, "messages": said, "max_tokens": 3, "return_token_ids": True}
+    body = {**REQUEST, "messages": said, "max_tokens": 3, "return_token_ids": True}
     answer = (await http.post(f"{CHAT}/batch", json=body)).json()
     assert [choice["index"] for choice in answer["choices"]] == list(range(40))
     single = [
@@ -187,7 +189,7 @@ async def test_a_batch_of_chats(make_http):
 async def test_a_batch_logs_dropped_tools_once(make_http, caplog):
     router = ToolModel("x")
     function = {"type": "function", "function": {"name": "f"}}
-    body = {**ASKED, "messages": [HI, HI, HI], "tools": [{"type": "web_search"}, function]}
+    body = {**REQUEST, "messages": [HI, HI, HI], "tools": [{"type": "web_search"}, function]}
     with caplog.at_level("INFO"):
         reply = await make_http(router).post(f"{CHAT}/batch", json=body)
     assert reply.status_code == 200, reply.json()
@@ -206,7 +208,7 @@ async def test_a_batch_fails_as_a_whole(make_http):
 
     router = FakeRouter(play)
     http = make_http(router)
-    reply = await http.post(f"{CHAT}/batch", json={**ASKED, "messages": [HI, HI, HI]})
+    reply = await http.post(f"{CHAT}/batch", json={**REQUEST, "messages": [HI, HI, HI]})
     assert reply.status_code == 500
     assert len(router.left) == len(router.starts), "the other requests must be cancelled"
     for name, more in (
@@ -217,7 +219,7 @@ async def test_a_batch_fails_as_a_whole(make_http):
         ("messages[1]", {"messages": [HI, []]}),
         ("messages", {"messages": [HI] * 129}),
     ):
-        reply = await http.post(f"{CHAT}/batch", json={**ASKED, "messages": [HI], **more})
+        reply = await http.post(f"{CHAT}/batch", json={**REQUEST, "messages": [HI], **more})
         assert reply.status_code == 400, (name, reply.text)
         assert reply.json()["error"]["param"] == name
 
@@ -226,10 +228,10 @@ async def test_log_probabilities_of_a_batch_are_bounded(make_http, monkeypatch):
     monkeypatch.setattr("pdserve.gateway.sampling.MAX_LOGPROBS", 40)
     router = FakeRouter(saying("hello world"))
     http = make_http(router)
-    asked = {**ASKED, "messages": [HI] * 9, "logprobs": True, "max_tokens": 3}
-    few = await http.post(f"{CHAT}/batch", json=asked)
+    body = {**REQUEST, "messages": [HI] * 9, "logprobs": True, "max_tokens": 3}
+    few = await http.post(f"{CHAT}/batch", json=body)
     assert [len(c["logprobs"]["content"]) for c in few.json()["choices"]] == [3] * 9
-    reply = await http.post(f"{CHAT}/batch", json={**asked, "messages": [HI] * 20})
+    reply = await http.post(f"{CHAT}/batch", json={**body, "messages": [HI] * 20})
     assert reply.status_code == 400
     assert "fewer conversations" in reply.json()["error"]["message"]
     assert len(router.starts) < 9 + 20, "the batch must end at the limit"

@@ -32,7 +32,7 @@ GBNF = 'root ::= "x" [0-9]+'
 WIDE = HttpLimits(1 << 22, 1 << 26, 60, max_buffer_bytes=1 << 16, stall_s=60)
 
 # (fields, a text that matches, a text that does not)
-ASKED = [
+REQUEST = [
     ({"response_format": {"type": "json_object"}}, OTHER, "[]"),
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, A, OTHER),
     (
@@ -67,7 +67,7 @@ ASKED = [
 async def test_workers_receive_the_grammar(make_http, subtests):
     router = FakeRouter(saying("x"))
     client = make_http(router)
-    for (fields, right, wrong), url in product(ASKED, BODIES):
+    for (fields, right, wrong), url in product(REQUEST, BODIES):
         with subtests.test(fields=fields, url=url):
             router.starts.clear()
             reply = await client.post(url, json={**BODIES[url], **fields})

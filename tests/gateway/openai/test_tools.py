@@ -104,8 +104,8 @@ def bytes_of(upstream: FakeRouter, ids: Any) -> str:
 
 async def test_streamed_calls_of_two_choices(make_http: Callable[..., Any]) -> None:
     upstream = router(saying("Look: " + HERMES.calls, "no call"))
-    asked = body(stream=True, n=2, stream_options={"include_usage": True})
-    chunks = events((await make_http(upstream).post(URL, json=asked)).text)
+    request = body(stream=True, n=2, stream_options={"include_usage": True})
+    chunks = events((await make_http(upstream).post(URL, json=request)).text)
     choices = joined(chunks)
     first = choices[0]
     assert first["text"] == "Look:"
@@ -141,20 +141,20 @@ async def test_gpt_oss(make_http: Callable[..., Any]) -> None:
 
 
 async def test_parallel_calls_can_be_disabled(make_http: Callable[..., Any]) -> None:
-    asked = body(parallel_tool_calls=False)
-    reply = await make_http(router(saying(HERMES.calls))).post(URL, json=asked)
+    request = body(parallel_tool_calls=False)
+    reply = await make_http(router(saying(HERMES.calls))).post(URL, json=request)
     assert len(reply.json()["choices"][0]["message"]["tool_calls"]) == 1
 
 
 async def test_logprobs_and_ids_are_complete(make_http: Callable[..., Any]) -> None:
     answer = "Hi" + HERMES.calls
     upstream = router(saying(answer))
-    asked = body(logprobs=True, return_token_ids=True)
-    whole = (await make_http(upstream).post(URL, json=asked)).json()["choices"][0]
+    request = body(logprobs=True, return_token_ids=True)
+    whole = (await make_http(upstream).post(URL, json=request)).json()["choices"][0]
     ids = upstream.encode(answer)
     assert whole["token_ids"][: len(ids)] == ids
     assert len(whole["logprobs"]["content"]) == len(whole["token_ids"])
-    chunks = events((await make_http(upstream).post(URL, json={**asked, "stream": True})).text)
+    chunks = events((await make_http(upstream).post(URL, json={**request, "stream": True})).text)
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     streamed = [token for choice in choices for token in choice.get("token_ids", [])]
     assert streamed == whole["token_ids"]
@@ -216,14 +216,14 @@ async def test_messages_have_the_complete_arguments_of_a_cut_call(
     upstream = router(saying(call))
     limit = len(upstream.encode(call[: call.index('o"}')]))
     tool = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
-    asked = {"model": "tiny", "messages": HI, "tools": [tool], "max_tokens": 500}
-    asked |= {"stop_sequences": ['o"}']} if stop else {"max_tokens": limit}
-    whole = (await make_http(upstream).post("/v1/messages", json=asked)).json()
+    request = {"model": "tiny", "messages": HI, "tools": [tool], "max_tokens": 500}
+    request |= {"stop_sequences": ['o"}']} if stop else {"max_tokens": limit}
+    whole = (await make_http(upstream).post("/v1/messages", json=request)).json()
     assert whole["stop_reason"] == ("stop_sequence" if stop else "max_tokens")
     (block,) = whole["content"]
     assert (block["type"], block["name"]) == ("tool_use", "get_weather")
     assert block["input"] == {"city": "Paris", "days": [1, 2]}
-    reply = await make_http(upstream).post("/v1/messages", json={**asked, "stream": True})
+    reply = await make_http(upstream).post("/v1/messages", json={**request, "stream": True})
     data = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
     kinds = [event["type"] for event in data]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
@@ -241,11 +241,11 @@ async def test_responses_mark_a_cut_call_as_incomplete(
 ) -> None:
     upstream = router(saying(HERMES.call))
     limit = len(upstream.encode(HERMES.call[: HERMES.call.index("is")]))
-    asked = {
+    request = {
         "model": "tiny", "input": "hi", "tools": [{"type": "function", **WEATHER["function"]}],
         "max_output_tokens": limit, "stream": stream,
     }  # fmt: skip
-    reply = await make_http(upstream).post("/v1/responses", json=asked)
+    reply = await make_http(upstream).post("/v1/responses", json=request)
     if stream:
         lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
         data = [json.loads(line) for line in lines if line != "[DONE]"]
@@ -277,13 +277,13 @@ async def test_a_call_with_a_malformed_value_is_incomplete_in_every_api(
         '{"city": "print("',
         "length",
     )
-    asked = {"model": "tiny", "input": "hi", "tools": [{"type": "function", **function}]}
-    response = (await make_http(upstream).post("/v1/responses", json=asked)).json()
+    request = {"model": "tiny", "input": "hi", "tools": [{"type": "function", **function}]}
+    response = (await make_http(upstream).post("/v1/responses", json=request)).json()
     assert response["status"] == response["output"][0]["status"] == "incomplete"
     assert response["output"][0]["arguments"] == '{"city": "print("'
     tool = {"name": "get_weather", "input_schema": function["parameters"]}
-    asked = {"model": "tiny", "messages": HI, "tools": [tool], "max_tokens": 500}
-    message = (await make_http(upstream).post("/v1/messages", json=asked)).json()
+    request = {"model": "tiny", "messages": HI, "tools": [tool], "max_tokens": 500}
+    message = (await make_http(upstream).post("/v1/messages", json=request)).json()
     assert message["stop_reason"] == "max_tokens"
     assert message["content"][0]["input"] == {"city": "print("}
 
@@ -301,10 +301,10 @@ async def test_a_long_call_is_streamed(make_http: Callable[..., Any]) -> None:
 async def test_a_template_of_an_unknown_family_is_logged(
     make_http: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = {"model": "tiny", "messages": HI}
+    request = {"model": "tiny", "messages": HI}
     for template, num_warnings in ((TEMPLATE, 0), (TEMPLATE.replace("<tool_call>", ""), 1)):
         caplog.clear()
-        await make_http(router(saying("x"), template)).post(URL, json=asked)
+        await make_http(router(saying("x"), template)).post(URL, json=request)
         assert caplog.text.count("--tool-parser") == num_warnings
 
 
@@ -326,11 +326,14 @@ async def test_a_structured_answer_beside_tools_is_text_or_calls(
     make_http: Callable[..., Any], stream: bool
 ) -> None:
     schema = {"type": "object", "properties": {"note": {"type": "string"}}, "required": ["note"]}
-    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    request = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": schema, "strict": True},
+    }
     text = '{"note": "<tool_call>"}'
     for said, calls in ((text, 0), (HERMES.call, 1)):
         upstream = router(saying(said))
-        given = body(response_format=asked, stream=stream)
+        given = body(response_format=request, stream=stream)
         reply = await make_http(upstream).post(URL, json=given)
         assert reply.status_code == 200, reply.text
         if stream:
@@ -498,8 +501,8 @@ async def test_tools_are_counted_by_tokenize(make_http: Callable[..., Any]) -> N
     upstream = router(saying("x"))
     client = make_http(upstream)
     await client.post(URL, json=body())
-    asked = {"model": "tiny", "messages": HI, "tools": TOOLS}
-    counted = (await client.post("/tokenize", json=asked)).json()
+    request = {"model": "tiny", "messages": HI, "tools": TOOLS}
+    counted = (await client.post("/tokenize", json=request)).json()
     assert counted["tokens"] == list(upstream.starts[0].prompt_ids)
 
 
@@ -522,11 +525,11 @@ async def test_thoughts(make_http: Callable[..., Any], subtests: pytest.Subtests
     for template, answer, thought, text in THOUGHTS:
         with subtests.test(template=template, answer=answer):
             client = make_http(router(saying(answer), template))
-            asked = {"model": "tiny", "messages": HI}
-            message = (await client.post(URL, json=asked)).json()["choices"][0]["message"]
+            request = {"model": "tiny", "messages": HI}
+            message = (await client.post(URL, json=request)).json()["choices"][0]["message"]
             assert message.get("reasoning_content") == thought
             assert message["content"] == text
-            chunks = events((await client.post(URL, json={**asked, "stream": True})).text)
+            chunks = events((await client.post(URL, json={**request, "stream": True})).text)
             whole = joined(chunks)[0]
             assert (whole["thought"] or None, whole["text"] or None) == (thought, text)
 
@@ -540,14 +543,14 @@ async def test_tokens_of_thoughts_are_counted(
 ) -> None:
     upstream = router(saying(answer), THINKS)
     client = make_http(upstream)
-    asked = {"model": "tiny", "messages": HI, "n": 2, "stream_options": {"include_usage": True}}
-    usage = (await client.post(URL, json={**asked, "stream_options": None})).json()["usage"]
+    request = {"model": "tiny", "messages": HI, "n": 2, "stream_options": {"include_usage": True}}
+    usage = (await client.post(URL, json={**request, "stream_options": None})).json()["usage"]
     counted = usage["completion_tokens_details"]["reasoning_tokens"]
     least = 2 * len(upstream.encode(thought))
     # The beginning of the tag may be held back, and returned as thought with the next token.
     assert least <= counted <= least + 2 * 10 * bool(thought)
     assert counted <= usage["completion_tokens"]
-    streamed = events((await client.post(URL, json={**asked, "stream": True})).text)[-1]["usage"]
+    streamed = events((await client.post(URL, json={**request, "stream": True})).text)[-1]["usage"]
     assert streamed == usage
 
 
@@ -557,24 +560,24 @@ async def test_a_named_tool_ends_with_stop(make_http: Callable[..., Any]) -> Non
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
     for choice, want in ((named, "stop"), ("required", "tool_calls"), (allowed, "tool_calls")):
         client = make_http(router(saying(HERMES.call)))
-        asked = body(tool_choice=choice)
-        (whole,) = (await client.post(URL, json=asked)).json()["choices"]
+        request = body(tool_choice=choice)
+        (whole,) = (await client.post(URL, json=request)).json()["choices"]
         assert whole["message"]["tool_calls"]
         assert whole["finish_reason"] == want
-        streamed = events((await client.post(URL, json={**asked, "stream": True})).text)
+        streamed = events((await client.post(URL, json={**request, "stream": True})).text)
         assert joined(streamed)[0]["finish"] == want
 
 
 async def test_a_quoted_tag_opens_no_thought(make_http: Callable[..., Any]) -> None:
-    asked = {"model": "tiny", "messages": [{"role": "user", "content": "what is <think>"}]}
-    reply = await make_http(router(saying("A tag."), THINKS)).post(URL, json=asked)
+    request = {"model": "tiny", "messages": [{"role": "user", "content": "what is <think>"}]}
+    reply = await make_http(router(saying("A tag."), THINKS)).post(URL, json=request)
     assert reply.json()["choices"][0]["message"]["content"] == "A tag."
 
 
 async def test_a_thought_is_continued(make_http: Callable[..., Any]) -> None:
     messages = [*HI, {"role": "assistant", "content": "<think>I wonder"}]
-    asked = {"model": "tiny", "messages": messages, "continue_final_message": True}
-    reply = await make_http(router(saying(" so.</think>Hi"), THINKS)).post(URL, json=asked)
+    request = {"model": "tiny", "messages": messages, "continue_final_message": True}
+    reply = await make_http(router(saying(" so.</think>Hi"), THINKS)).post(URL, json=request)
     message = reply.json()["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("so.", "Hi")
 
@@ -585,7 +588,7 @@ async def test_thoughts_may_be_dropped_or_kept_in_the_text(
 ) -> None:
     client = make_http(router(saying("<think>so</think>" + HERMES.call), THINKS))
 
-    async def asked(**more: Any) -> tuple[str, str, int]:
+    async def answer_to(**more: Any) -> tuple[str, str, int]:
         reply = await client.post(URL, json=body(stream=stream, **more))
         if stream:
             whole = joined(events(reply.text))[0]
@@ -594,17 +597,17 @@ async def test_thoughts_may_be_dropped_or_kept_in_the_text(
         calls = message.get("tool_calls", [])
         return message.get("reasoning_content", ""), message["content"] or "", len(calls)
 
-    assert await asked() == ("so", "", 1)
-    assert await asked(include_reasoning=False) == ("", "", 1)
+    assert await answer_to() == ("so", "", 1)
+    assert await answer_to(include_reasoning=False) == ("", "", 1)
     if stream:
         reply = await client.post(URL, json=body(stream=True, include_reasoning=False))
         assert {"content": ""} not in [c["choices"][0]["delta"] for c in events(reply.text)]
-    assert await asked(separate_reasoning=False) == ("", "<think>\nso\n</think>\n\n", 1)
+    assert await answer_to(separate_reasoning=False) == ("", "<think>\nso\n</think>\n\n", 1)
     for form in ("none", "raw"):
-        assert await asked(reasoning_format=form) == ("", "<think>\nso\n</think>\n\n", 1)
+        assert await answer_to(reasoning_format=form) == ("", "<think>\nso\n</think>\n\n", 1)
     for form in ("", "auto", "deepseek", "parsed"):
-        assert await asked(reasoning_format=form) == await asked()
-    assert await asked(reasoning_format="hidden") == await asked(include_reasoning=False)
+        assert await answer_to(reasoning_format=form) == await answer_to()
+    assert await answer_to(reasoning_format="hidden") == await answer_to(include_reasoning=False)
 
 
 async def test_special_tokens_for_a_parser_do_not_leak(
@@ -625,8 +628,8 @@ async def test_special_tokens_for_a_parser_do_not_leak(
     assert message["reasoning_content"] == "so"
     assert message["content"] == "Look:"
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
-    asked = {"model": "tiny", "messages": HI}
-    message = (await client.post(URL, json=asked)).json()["choices"][0]["message"]
+    request = {"model": "tiny", "messages": HI}
+    message = (await client.post(URL, json=request)).json()["choices"][0]["message"]
     assert message["reasoning_content"] == "so"
     assert message["content"].startswith('Look: \n{"name"')  # as without a parser
 
@@ -636,8 +639,8 @@ async def test_only_strict_functions_refuse_unenforceable_schemas(
     make_http: Callable[..., Any], strict: bool, status: int
 ) -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    asked = body(tools=named(parameters=parameters, strict=strict), tool_choice="required")
-    reply = await make_http(router(saying("x"))).post(URL, json=asked)
+    request = body(tools=named(parameters=parameters, strict=strict), tool_choice="required")
+    reply = await make_http(router(saying("x"))).post(URL, json=request)
     assert reply.status_code == status
     if status == 400:
         assert "uniqueItems" in reply.json()["error"]["message"]
@@ -646,17 +649,17 @@ async def test_only_strict_functions_refuse_unenforceable_schemas(
 async def test_a_custom_tool_is_called_with_text(make_http: Callable[..., Any]) -> None:
     text = 'a "patch"\n+é'
     patch = {"type": "custom", "custom": {"name": "patch", "description": "of files"}}
-    asked = {**body(tools=[patch, {"type": "web_search", "function": {"name": "$x"}}, CLOCK])}
+    request = {**body(tools=[patch, {"type": "web_search", "function": {"name": "$x"}}, CLOCK])}
     arguments = json.dumps({"input": text})
     model = ToolModel(calling("patch", arguments))
     client = make_http(model)
-    whole = (await client.post(URL, json=asked)).json()["choices"][0]
+    whole = (await client.post(URL, json=request)).json()["choices"][0]
     (call,) = whole["message"]["tool_calls"]
     assert call["type"] == "custom"
     assert call["custom"] == {"name": "patch", "input": text}
     assert whole["finish_reason"] == "tool_calls"
     assert "tools: patch get_time<" in model.prompt(0)
-    reply = await client.post(URL, json={**asked, "stream": True})
+    reply = await client.post(URL, json={**request, "stream": True})
     pieces = [
         piece
         for chunk in events(reply.text)
@@ -670,7 +673,7 @@ async def test_a_custom_tool_is_called_with_text(make_http: Callable[..., Any]) 
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": call["id"], "content": "ok"},
     ]
-    reply = await client.post(URL, json={**asked, "messages": history})
+    reply = await client.post(URL, json={**request, "messages": history})
     assert reply.status_code == 200, reply.json()
     assert '"patch' in model.prompt(-1)
     only = {"mode": "auto", "tools": [{"type": "custom", "custom": {"name": "patch"}},
@@ -685,7 +688,7 @@ async def test_a_custom_tool_is_called_with_text(make_http: Callable[..., Any]) 
         {"type": "allowed_tools", "allowed_tools": only},
     )
     for choice in choices:
-        reply = await client.post(URL, json={**asked, "tool_choice": choice})
+        reply = await client.post(URL, json={**request, "tool_choice": choice})
         assert reply.status_code == 200, reply.json()
 
 
@@ -705,14 +708,14 @@ async def test_the_grammar_of_a_custom_tool_is_bounded_and_checked(
         return {"input": "hi", "tools": [{"type": "custom", **tool(definition)}]}
 
     long = "a" * 65535
-    for url, asked, field in (
+    for url, request, field in (
         (URL, chat(long), "tools[0].custom.format.definition"),
         (URL, chat("a("), "tools[0].custom.format.definition"),
         ("/v1/responses", responses(long), "tools[0].format.definition"),
         ("/v1/responses", responses("a(?=b)"), "tools[0].format.definition"),
     ):
         with subtests.test(field):
-            reply = await client.post(url, json=asked)
+            reply = await client.post(url, json=request)
             assert reply.status_code == 400, reply.text
             error = reply.json()["error"]
             assert error["param"] == field

@@ -36,8 +36,8 @@ async def test_long_prompts_are_sent_in_parts(client, served):
 @pytest.mark.parametrize("after", [0, 1, 4])
 async def test_a_lost_session_is_continued(client, served, after):
     served.router.hang_up_after = after
-    asked = start(seed=5)
-    ids, last = await ids_of(client, asked)
+    request = start(seed=5)
+    ids, last = await ids_of(client, request)
     assert ids == list(range(100, 106))
     assert last.WhichOneof("event") == "finished"
     first, second = served.router.starts
@@ -125,19 +125,19 @@ async def test_a_router_removed_from_the_addresses_gets_no_new_requests(
     await client.start()
     await eventually(lambda: client.num_connected == 2)
     await ask(0)
-    asked = len(another.router.starts), another.router.num_picks
-    assert all(asked)
+    requests = len(another.router.starts), another.router.num_picks
+    assert all(requests)
     addresses.remove(there)
     seen = len(looks)
     await eventually(lambda: len(looks) > seen + 1)
     await ask(20)
-    assert (len(another.router.starts), another.router.num_picks) == asked
+    assert (len(another.router.starts), another.router.num_picks) == requests
     assert client.num_connected == 2
     await served.stop()
     await eventually(lambda: client.num_connected == 1)
     await ask(40)
     await client.close()
-    assert (len(another.router.starts), another.router.num_picks) == tuple(n + 20 for n in asked)
+    assert (len(another.router.starts), another.router.num_picks) == tuple(n + 20 for n in requests)
 
 
 async def test_a_name_that_does_not_resolve_yet(served, another, monkeypatch, caplog):
@@ -145,17 +145,17 @@ async def test_a_name_that_does_not_resolve_yet(served, another, monkeypatch, ca
     monkeypatch.setattr(client_module, "RESOLVE_S", 0.02)
     name = f"localhost:{served.port}"  # gRPC itself would resolve it
     addresses: list[str] = []
-    asked: list[str] = []
+    requests: list[str] = []
 
     def resolve(name: str) -> list[str]:
-        asked.append(name)
+        requests.append(name)
         return list(addresses)
 
     monkeypatch.setattr(discovery, "resolve", resolve)
     client = RouterClient([name], ACCESS, b"g" * 16)
     await client.start()
     try:
-        await eventually(lambda: len(asked) > 3)
+        await eventually(lambda: len(requests) > 3)
         assert client.num_connected == 0
         assert caplog.text.count(f"router {name} has no address; retrying") == 1
         addresses += [f"127.0.0.1:{served.port}", f"127.0.0.1:{another.port}"]
@@ -182,10 +182,10 @@ async def test_another_replica_of_the_same_name_takes_over(served, monkeypatch):
     other = Served(Router())
     replicas = {f"127.0.0.1:{served.port}": served, await other.start(): other}
     addresses = list(replicas)
-    asked: list[str] = []
+    requests: list[str] = []
 
     def resolve(name: str) -> list[str]:
-        asked.append(name)
+        requests.append(name)
         return addresses
 
     monkeypatch.setattr(discovery, "resolve", resolve)
@@ -206,7 +206,7 @@ async def test_another_replica_of_the_same_name_takes_over(served, monkeypatch):
         await other.stop()
     assert ids == list(range(100, 106))
     assert len(left.router.starts) == 1
-    assert set(asked) == {"routers:1"}
+    assert set(requests) == {"routers:1"}
 
 
 class SlowToClose:
@@ -306,8 +306,8 @@ async def test_a_disconnect_cancels(client, served):
 
 async def test_a_cancelled_choice_stays_cancelled(client, served):
     served.router.silent = True
-    asked = start(params=pb.SamplingParams(n=2))
-    waiting = asyncio.create_task(ids_of(client, asked))
+    request = start(params=pb.SamplingParams(n=2))
+    waiting = asyncio.create_task(ids_of(client, request))
     await eventually(lambda: served.router.starts)
     client.cancel("r", [1])
     cancel = await asyncio.wait_for(served.router.cancels.get(), LIMIT_S)

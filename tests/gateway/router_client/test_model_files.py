@@ -86,14 +86,14 @@ async def test_a_blob_comes_from_any_router(served, another):
         await client.close()
 
 
-@pytest.mark.parametrize("asked", ["models", "fleet", "blob"])
-async def test_a_call_to_a_lost_router_fails(client, served, asked):
+@pytest.mark.parametrize("call", ["models", "fleet", "blob"])
+async def test_a_call_to_a_lost_router_fails(client, served, call):
     """Raise an error, not a cancellation: gRPC cancels the waiting task, but the caller has not
     given up."""
     await connected(client)
     served.router.hangs = True
     calls = {"models": client.models, "fleet": client.fleet, "blob": lambda: client.blob("00" * 32)}
-    waiting = asyncio.create_task(calls[asked]())
+    waiting = asyncio.create_task(calls[call]())
     await eventually(lambda: served.router.num_hanging)
     served.router.hang_up_after = 0  # ends the session, and its connection
     ids, _ = await ids_of(client, start())

@@ -69,22 +69,22 @@ async def held_after_three(sharded):
     for address in sharded.routers:
         sharded[address].decode_boot = boot
         sharded[address].hold_after = 3
-    asked = asyncio.create_task(sharded.ask())
+    request = asyncio.create_task(sharded.ask())
     (first,) = await eventually(lambda: sharded.started)
     await eventually(lambda: sharded[first].hold_after is None)
     others = [a for a in rendezvous_order(boot, sharded.routers) if a != first]
     for address in others:
         sharded[address].hold_after = None
-    return boot, asked, first, others
+    return boot, request, first, others
 
 
 @pytest.mark.parametrize("attempt", range(3))
 async def test_a_placed_request_goes_to_the_routers_of_its_worker(sharded, attempt):
     """Try the first live router of the worker, then, if it refuses, the second."""
-    boot, asked, first, order = await held_after_three(sharded)
+    boot, request, first, order = await held_after_three(sharded)
     sharded[order[0]].refuses = True
     await sharded.routers[first].stop()
-    ids, last = await asked
+    ids, last = await request
     assert last.WhichOneof("event") == "finished"
     assert ids == list(range(100, 106))
     assert sorted(sharded.started) == sorted([first, *order[:2]])
@@ -99,7 +99,7 @@ async def test_a_worker_that_joined_all_routers_has_no_preferred_ones(sharded):
         sharded[address].join_routers = 0
         sharded[address].decode_boot = os.urandom(16)
         sharded[address].hold_after = 3
-    asked = asyncio.create_task(sharded.ask())
+    request = asyncio.create_task(sharded.ask())
     (first,) = await eventually(lambda: sharded.started)
     await eventually(lambda: sharded[first].hold_after is None)
     key = client_module.conversation(start())
@@ -108,7 +108,7 @@ async def test_a_worker_that_joined_all_routers_has_no_preferred_ones(sharded):
     for address in others:
         sharded[address].hold_after = None
     await sharded.routers[first].stop()
-    await asked
+    await request
     assert sorted(sharded.started) == sorted([first, others[0]])
 
 
@@ -158,11 +158,11 @@ async def test_a_model_that_no_router_serves(sharded):
 async def test_a_request_refused_by_all_is_retried(sharded):
     for address in sharded.routers:
         sharded[address].lacks = ELSEWHERE
-    asked = asyncio.create_task(sharded.ask())
+    request = asyncio.create_task(sharded.ask())
     await eventually(lambda: all(len(sharded[a].starts) > 1 for a in sharded.routers))
-    assert not asked.done()
+    assert not request.done()
     sharded[next(iter(sharded.routers))].lacks = None
-    ids, last = await asked
+    ids, last = await request
     assert last.WhichOneof("event") == "finished"
     assert ids == list(range(100, 106))
     assert all(start.queue_remaining_ms for start in sharded[sharded.started[0]].starts)
@@ -236,12 +236,12 @@ async def test_an_unknown_model_on_one_router_does_not_fail_a_request_refused_by
     for address in addresses:
         sharded[address].lacks = NOT_SERVED
     sharded[addresses[2]].lacks = ELSEWHERE
-    asked = asyncio.create_task(sharded.ask())
+    request = asyncio.create_task(sharded.ask())
     await eventually(lambda: all(len(sharded[a].starts) > 1 for a in addresses))
-    assert not asked.done()
+    assert not request.done()
     assert sharded[addresses[2]].starts[-1].given_back
     sharded[addresses[4]].lacks = None
-    ids, last = await asked
+    ids, last = await request
     assert last.WhichOneof("event") == "finished"
     assert ids == list(range(100, 106))
 
@@ -250,22 +250,22 @@ async def test_the_crash_count_is_sent_to_the_next_router(sharded):
     for address in sharded.routers:
         sharded[address].lacks = pb.Failed(crash_count=1)
         sharded[address].lacks.MergeFrom(ELSEWHERE)
-    asked = asyncio.create_task(sharded.ask())
+    request = asyncio.create_task(sharded.ask())
     await eventually(lambda: len(sharded.started) == 5)
     for address in sharded.routers:
         sharded[address].lacks = None
-    await asked
+    await request
     counts = sorted(start.crash_count for a in sharded.routers for start in sharded[a].starts)
     assert counts[0] == 0
     assert set(counts[1:]) == {1}
 
 
 async def test_a_request_whose_worker_is_unknown_starts_over(sharded):
-    boot, asked, first, others = await held_after_three(sharded)
+    boot, request, first, others = await held_after_three(sharded)
     for address in others[:2]:
         sharded[address].lacks = ELSEWHERE
     await sharded.routers[first].stop()
-    ids, last = await asked
+    ids, last = await request
     assert last.WhichOneof("event") == "finished"
     assert ids == list(range(100, 106))
     assert all(sharded[a].starts[0].placement.decode_boot == boot for a in others[:2])

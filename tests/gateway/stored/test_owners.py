@@ -31,7 +31,7 @@ pytestmark = pytest.mark.anyio
 LINES = 60
 
 
-def asked(router: FakeRouter) -> Counter[bytes]:
+def requests_of(router: FakeRouter) -> Counter[bytes]:
     """The number of requests for each prompt."""
     return Counter(str(list(start.prompt_ids)).encode() for start in router.starts)
 
@@ -129,7 +129,7 @@ async def test_two_gateways_share_a_database(tmp_path):
         batches = [await start_batch(client, lines_of(15, seed=n)) for n in range(8)]
         for batch_id in batches:
             await check_whole(second, batch_id, 15)
-    assert sum((asked(router) for router in routers), Counter()).total() == 8 * 15
+    assert sum((requests_of(router) for router in routers), Counter()).total() == 8 * 15
 
 
 async def test_a_stopping_gateway_returns_its_batches(tmp_path):

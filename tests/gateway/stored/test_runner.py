@@ -32,7 +32,7 @@ class World:
 
     def __init__(self, database: Database, batches: Batches) -> None:
         self.batches = batches
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.num_missing = 0
         self.used: set[str] = set()  # models from which a key has had answers
         self.come = False  # whether the model "missing" is served
@@ -54,7 +54,7 @@ class World:
         return model in self.used
 
     async def ask(self, endpoint: str, body: bytes, tenant: Tenant, session: str) -> LineResponse:
-        self.asked.append(tenant.name)
+        self.requests.append(tenant.name)
         await asyncio.sleep(0.01)
         await self.answers.wait()
         missing = b"missing" in body and not self.come
@@ -176,17 +176,17 @@ async def test_expiry_does_not_wait_for_other_batches(running):
 async def test_batches_of_a_revoked_key_stop(running):
     running.answers.set()
     batch_id = await running.make(key(0), 5000)
-    await eventually(lambda: running.asked)
+    await eventually(lambda: running.requests)
     running.revoked.add("key-0")
 
     async def is_free() -> bool:
         return not await running.owner(batch_id)
 
     await eventually(is_free)
-    count = len(running.asked)
+    count = len(running.requests)
     other = await running.make(key(1), 1)
     await running.has_status(key(1), other, "completed")
-    assert running.asked[count:] == ["key-1"]
+    assert running.requests[count:] == ["key-1"]
     assert await running.owner(batch_id) == ""
 
 
@@ -201,7 +201,7 @@ async def test_a_claim_in_progress_at_shutdown_is_returned(running, end):
     running.batches.heard.set()
     await ending
     assert await running.owner(batch_id) == ""
-    assert running.asked == []
+    assert running.requests == []
 
 
 async def test_lines_of_a_served_model_do_not_restart_the_wait_for_a_missing_one(

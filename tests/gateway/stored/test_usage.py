@@ -284,7 +284,7 @@ async def test_a_large_page_does_not_block_the_loop():
     row = dict.fromkeys(COUNTS, 1) | {"bucket": 0, "session": "s"}
 
     class Found:
-        async def report(self, *asked):
+        async def report(self, *request):
             return [SimpleNamespace(**row)] * 20 * AT_ONCE
 
     passes = 0

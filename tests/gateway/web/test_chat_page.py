@@ -17,12 +17,12 @@ BAD = "script,img,iframe,form,input,style,svg,math,details,[style],[id],[onerror
 # the content security policy has refused something
 POLICY = re.compile("Content Security Policy|Trusted")
 KEPT = """new Promise((resolve, reject) => {
-  const asked = indexedDB.open("pdserve /");
-  asked.onerror = () => reject(asked.error);
-  asked.onsuccess = () => {
-    const found = asked.result.transaction("conversations").objectStore("conversations").getAll();
+  const opening = indexedDB.open("pdserve /");
+  opening.onerror = () => reject(opening.error);
+  opening.onsuccess = () => {
+    const found = opening.result.transaction("conversations").objectStore("conversations").getAll();
     found.onsuccess = () => {
-      asked.result.close();
+      opening.result.close();
       resolve(found.result[0].messages.at(-1).content.length);
     };
   };

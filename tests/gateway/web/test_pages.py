@@ -113,7 +113,7 @@ async def test_the_phases_of_an_open_request_are_shown(make_http):
                 yield event
 
     client = make_http(play, pages=True)
-    asked = asyncio.create_task(client.post(URL, json=BODY))
+    request = asyncio.create_task(client.post(URL, json=BODY))
     seen = []
     for _ in range(3):
         await waiting.wait()
@@ -123,7 +123,7 @@ async def test_the_phases_of_an_open_request_are_shown(make_http):
         seen.append(state["open"][0]["phase"])
         go.set()
     assert seen == ["placing", "prefill", "decode"]
-    await asked
+    await request
     state = (await client.get("/fleet/state")).json()
     assert state["num_open"] == 0
     assert state["ended"][0]["finish"] == "INTERNAL"
@@ -142,20 +142,20 @@ async def test_listed_requests_are_bounded(make_http):
 async def test_many_viewers_cause_one_request_to_the_router(make_http, monkeypatch):
     monkeypatch.setattr(pages, "FRESH_S", 3600.0)
     router = FakeRouter(saying("x"))
-    asked = []
+    requests = []
     fleet_of = router.fleet
 
     async def counted():
-        asked.append(1)
+        requests.append(1)
         return await fleet_of()
 
     router.fleet = counted  # type: ignore[method-assign]
     client = make_http(router, pages=True)
     await asyncio.gather(*(client.get("/fleet/state") for _ in range(20)))
-    assert len(asked) == 1
+    assert len(requests) == 1
     monkeypatch.setattr(pages, "FRESH_S", -1.0)
     await client.get("/fleet/state")
-    assert len(asked) == 2
+    assert len(requests) == 2
 
 
 async def test_without_a_fleet_the_requests_are_still_listed(make_http):

@@ -234,8 +234,8 @@ async def test_a_probe_needs_no_certificate_and_reaches_nothing_else(anyio_backe
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         assert await status_of(stub.Check(health_pb2.HealthCheckRequest())) is grpc.StatusCode.OK
-        asked = health_pb2.HealthCheckRequest(service="x" * 10_000)
-        assert await status_of(stub.Check(asked)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        request = health_pb2.HealthCheckRequest(service="x" * 10_000)
+        assert await status_of(stub.Check(request)) is grpc.StatusCode.RESOURCE_EXHAUSTED
         for method in (open_method, "/pdserve.v1.Router/Session"):
             answer = channel.unary_stream(method)(b"")
             assert await status_of(answer) is grpc.StatusCode.UNIMPLEMENTED
@@ -310,9 +310,9 @@ def test_a_server_takes_new_files_only_if_they_differ(
             write(tmp_path, "router", issue(authority, Role.ROUTER))
         else:
             (tmp_path / "ca.pem").write_bytes(make_authority().certificate)
-        asked = time.monotonic()
+        request = time.monotonic()
         assert isinstance(new_files(), grpc.ServerCertificateConfiguration)
-        assert time.monotonic() - asked >= REPLACING_S, "the earlier call has taken the old files"
+        assert time.monotonic() - request >= REPLACING_S, "the earlier call has taken the old files"
         assert new_files() is None
     Path(own[0]).unlink()
     with pytest.raises(OSError):  # gRPC keeps what it has
@@ -330,12 +330,12 @@ def test_a_key_without_its_certificate_waits_for_it(
     certificate, key, trusted = (
         tmp_path / name for name in ("router.pem", "router-key.pem", "ca.pem")
     )
-    asked: list[Any] = []
+    requests: list[Any] = []
     make = "dynamic_ssl_server_credentials"
-    monkeypatch.setattr(grpc, make, lambda *args, **_: asked.append(args[1]))
+    monkeypatch.setattr(grpc, make, lambda *args, **_: requests.append(args[1]))
     monkeypatch.setattr(access_module, "configuration", lambda pair, authority: (pair, authority))
     TlsFiles(str(certificate), str(key), str(trusted)).server_credentials()
-    (new_files,) = asked
+    (new_files,) = requests
 
     key.write_bytes(second.key)
     assert [new_files(), new_files()] == [None, None]

@@ -45,7 +45,7 @@ class Slow(FakeDecoder):
         return super().forward(batch, kv)
 
 
-async def asked(worker: Any, what: Callable[[Any], Any]) -> Any:
+async def on_engine(worker: Any, what: Callable[[Any], Any]) -> Any:
     """Return `what` of the worker's engine, between two steps."""
     return await asyncio.wrap_future(worker.runtime.thread.post(what))
 
@@ -62,7 +62,7 @@ class Freed:
         self._after: int | None = None
 
     async def watch(self, worker: Any, core: Any, attempt: bytes) -> None:
-        self._thread = await asked(worker, lambda _: threading.get_ident())
+        self._thread = await on_engine(worker, lambda _: threading.get_ident())
         worker.runtime.thread.add_poll(self._poll)
         cancel = core.cancel
 
@@ -96,7 +96,7 @@ async def queued(pair: Pair) -> bytes:
     await pair.decode.wait("tokens", other)
     attempt = pair.admit(prompt(LONG), remote=False)
     await pair.decode.wait("admitted", attempt)
-    assert (await asked(pair.decode_worker, lambda e: e.stats())).waiting == 1
+    assert (await on_engine(pair.decode_worker, lambda e: e.stats())).waiting == 1
     pair.decode.send(wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=other)))
     return attempt
 
@@ -104,8 +104,8 @@ async def queued(pair: Pair) -> bytes:
 async def prefilling(pair: Pair) -> bytes:
     attempt = pair.admit(prompt(LONG), remote=False)
     worker = pair.decode_worker
-    await eventually(lambda: asked(worker, lambda e: e.stats().prompt_tokens >= 32))
-    assert (await asked(worker, lambda e: e.stats())).waiting_tokens > 64
+    await eventually(lambda: on_engine(worker, lambda e: e.stats().prompt_tokens >= 32))
+    assert (await on_engine(worker, lambda e: e.stats())).waiting_tokens > 64
     return attempt
 
 
@@ -117,22 +117,22 @@ async def decoding(pair: Pair) -> bytes:
 
 async def receiving(pair: Pair) -> bytes:
     attempt = await pair.hand_off(prompt(LONG))
-    await eventually(lambda: asked(pair.decode_worker, lambda e: e.stats().blocks.reserved))
-    assert await asked(pair.prefill_worker, lambda _: held(pair.prefill_worker))
+    await eventually(lambda: on_engine(pair.decode_worker, lambda e: e.stats().blocks.reserved))
+    assert await on_engine(pair.prefill_worker, lambda _: held(pair.prefill_worker))
     return attempt
 
 
 async def claiming(pair: Pair) -> bytes:
     """Run a request that waits for decode's blocks while others hold them."""
     hog = Request(HOG, tuple(prompt(240, 3)), SamplingParams(max_tokens=1), seed=0)
-    taken = await asked(pair.decode_worker, lambda engine: engine.reserve(hog))
+    taken = await on_engine(pair.decode_worker, lambda engine: engine.reserve(hog))
     assert taken is not None
-    hogged = await asked(pair.decode_worker, lambda _: held(pair.decode_worker))
+    hogged = await on_engine(pair.decode_worker, lambda _: held(pair.decode_worker))
     attempt = await pair.hand_off(prompt(LONG))
     part: Any = pair.decode_worker.runtime
     await eventually(lambda: claims_of(part.receiver))
-    assert await asked(pair.decode_worker, lambda _: held(pair.decode_worker)) == hogged
-    assert await asked(pair.prefill_worker, lambda _: held(pair.prefill_worker))
+    assert await on_engine(pair.decode_worker, lambda _: held(pair.decode_worker)) == hogged
+    assert await on_engine(pair.prefill_worker, lambda _: held(pair.prefill_worker))
     return attempt
 
 
@@ -155,9 +155,9 @@ def test_cancelling_frees_the_blocks_at_once(with_pair: Callable[..., None], sta
         cancel = wire.CancelAttempt(attempt=attempt)
         hogged = 0
         if state is claiming:
-            hogged = await asked(pair.decode_worker, lambda _: held(pair.decode_worker))
+            hogged = await on_engine(pair.decode_worker, lambda _: held(pair.decode_worker))
         elif state is not queued:
-            assert await asked(pair.decode_worker, lambda _: held(pair.decode_worker))
+            assert await on_engine(pair.decode_worker, lambda _: held(pair.decode_worker))
         decode, prefill = pair.decode_worker, pair.prefill_worker
         freed = [Freed(model, lambda: held(decode, hogged))]
         await freed[0].watch(decode, pair.decode_role.core, attempt)
@@ -168,7 +168,7 @@ def test_cancelling_frees_the_blocks_at_once(with_pair: Callable[..., None], sta
         pair.decode.send(wire.DecodeCommand(cancel=cancel))
         assert max([await side.steps() for side in freed]) <= 1
         assert not pair.decode_role.core.num_served
-        await asked(pair.decode_worker, lambda engine: engine.abort(HOG))
+        await on_engine(pair.decode_worker, lambda engine: engine.abort(HOG))
 
     engine = {"model": model, "max_running": 1, "num_blocks": 80, "prefix_cache": False}
     with_pair(test, engine=engine)
@@ -190,7 +190,7 @@ def test_a_cancelled_follower_is_forgotten_at_once(with_pair: Callable[..., None
         leader = await pair.hand_off(ids, shared=4)
         follower = pair.admit(ids, shared=4)
         assert (await pair.decode.wait("admitted", follower)).follows
-        assert await asked(pair.decode_worker, lambda _: following()) == 1
+        assert await on_engine(pair.decode_worker, lambda _: following()) == 1
         freed = Freed(model, following)
         await freed.watch(pair.decode_worker, pair.decode_role.core, follower)
         cancel = wire.CancelAttempt(attempt=follower)

@@ -180,7 +180,7 @@ def test_requests_that_do_not_follow(with_bench: Callable[..., None], bench: Ben
     async def test(pair: Pair) -> None:
         first = await lead(pair)
         await bench.held()
-        asked = [
+        requests = [
             pair.admit(IDS, shared=0),
             pair.admit(IDS, shared=BLOCK, cache_salt=b"another tenant"),
             pair.admit([*IDS[:40], *prompt(160, 3)], shared=BLOCK),  # less than half
@@ -189,13 +189,13 @@ def test_requests_that_do_not_follow(with_bench: Callable[..., None], bench: Ben
             pair.admit(prompt(60, 5), shared=BLOCK),
             pair.admit(IDS, shared=BLOCK, params={"prompt_logprobs": 1}),
         ]
-        for attempt in asked:
+        for attempt in requests:
             assert not (await pair.decode.wait("admitted", attempt)).follows
-        for attempt in asked[:-1]:
+        for attempt in requests[:-1]:
             pair.decode.send(wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=attempt)))
         bench.gate.set()
         await pair.decode.wait("finished", first)
-        await pair.decode.wait("finished", asked[-1])
+        await pair.decode.wait("finished", requests[-1])
         assert (await load(pair)).attached == 0
         await pair.at_rest()
 

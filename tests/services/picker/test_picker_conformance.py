@@ -75,7 +75,7 @@ async def test_gateway_following_epp_routing_dp() -> None:
     picker = ScriptedPicker(
         [f"10.0.0.{n}:{port}" for n in (1, 2, 3) for port in ports], conformance_headers=True
     )
-    for asked, allowed in (
+    for request, allowed in (
         ("10.0.0.2", {f"10.0.0.2:{port}" for port in ports}),
         ("10.0.0.1,10.0.0.3:3002", {f"10.0.0.1:{port}" for port in ports} | {"10.0.0.3:3002"}),
         ("10.0.0.2:3000,10.0.0.2:3004", {"10.0.0.2:3000", "10.0.0.2:3004"}),
@@ -84,7 +84,7 @@ async def test_gateway_following_epp_routing_dp() -> None:
             one
             for prompt in prompts(60)
             for one in (
-                await ask(picker, prompt=prompt, test_epp_endpoint_selection=asked)
+                await ask(picker, prompt=prompt, test_epp_endpoint_selection=request)
             ).endpoints
         ]
         assert set(got) == allowed
@@ -260,7 +260,7 @@ async def test_a_body_is_passed_on_unchanged_in_order() -> None:
     assert told.passed == b"".join(parts)
     assert told.ended
     assert told.kinds[0] == "request_headers"
-    assert bytes(picker.routers.asked[0].prompt_ids) == told.passed
+    assert bytes(picker.routers.requests[0].prompt_ids) == told.passed
 
 
 async def test_a_body_that_ends_with_trailers() -> None:

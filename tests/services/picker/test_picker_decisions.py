@@ -37,7 +37,7 @@ async def test_the_policy_decides() -> None:
         picker.routers.hosts = [host]
         assert [(await endpoint_of(picker)).partition(":")[0] for _ in range(5)] == [host] * 5
     assert picker.decisions() == {"policy": 10}
-    assert set(picker.routers.asked[0].hosts) == {"10.0.0.1", "10.0.0.2", "10.0.0.3"}
+    assert set(picker.routers.requests[0].hosts) == {"10.0.0.1", "10.0.0.2", "10.0.0.3"}
 
 
 async def test_a_request_without_a_prompt_goes_to_the_least_loaded() -> None:
@@ -46,7 +46,7 @@ async def test_a_request_without_a_prompt_goes_to_the_least_loaded() -> None:
     assert sorted(one for told in open_ones for one in told.endpoints) == sorted(2 * PODS)
     assert picker.decisions() == {"no prompt": 6}
     assert await endpoint_of(picker, b"no json")
-    assert picker.routers.asked == []
+    assert picker.routers.requests == []
 
 
 async def test_routers_that_are_down_or_hang_cost_a_bounded_time() -> None:
@@ -62,7 +62,7 @@ async def test_routers_that_are_down_or_hang_cost_a_bounded_time() -> None:
 async def test_a_router_that_fails() -> None:
     picker = ScriptedPicker(PODS)
 
-    async def fails(asked: object) -> None:
+    async def fails(request: object) -> None:
         raise ServiceError(1, "no answer")
 
     picker.routers.pick = fails
@@ -156,10 +156,10 @@ async def test_salts_equal_those_of_the_gateway() -> None:
     picker.routers.hosts = ["10.0.0.1"]
     await endpoint_of(picker, authorization="Bearer one")
     await endpoint_of(picker, **{"x-api-key": "two"})
-    salts = [asked.cache_salt for asked in picker.routers.asked]
+    salts = [request.cache_salt for request in picker.routers.requests]
     assert salts == [keys.tenant(f"Bearer {name}").salt for name in ("one", "two")]
     assert salts[0] != salts[1]
-    assert [asked.tenant for asked in picker.routers.asked] == [
+    assert [request.tenant for request in picker.routers.requests] == [
         keys.tenant(f"Bearer {name}").id for name in ("one", "two")
     ]
 

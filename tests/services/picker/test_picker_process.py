@@ -25,7 +25,7 @@ from pdserve.services.picker.settings import PickerSettings
 
 pytestmark = pytest.mark.anyio
 PODS = tuple(f"127.0.0.{number}:8000" for number in (1, 2, 3))
-ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "hello world"}]}
+REQUEST = {"model": "tiny", "messages": [{"role": "user", "content": "hello world"}]}
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -54,14 +54,14 @@ async def router() -> AsyncIterator[tuple[RouterServicer, str]]:
     await host.stop(0)
 
 
-async def endpoint_of(channel: grpc.aio.Channel, asked: dict[str, Any] = ASKED) -> str:
+async def endpoint_of(channel: grpc.aio.Channel, request: dict[str, Any] = REQUEST) -> str:
     """Return the endpoint of a chat."""
     call = ExternalProcessorStub(channel).Process()
-    for message in (head(CHAT), body(json.dumps(asked).encode())):
+    for message in (head(CHAT), body(json.dumps(request).encode())):
         await call.write(message)
     answer = await call.read()
     passed = await call.read()
-    assert json.loads(passed.request_body.response.body_mutation.streamed_response.body) == asked
+    assert json.loads(passed.request_body.response.body_mutation.streamed_response.body) == request
     await call.done_writing()
     assert await call.read() is grpc.aio.EOF
     return set_headers(answer)[servicer.DESTINATION]
@@ -78,8 +78,8 @@ async def test_a_chat_goes_where_the_router_decides() -> None:
             servicer.hosts = [host]
             assert await endpoint_of(channel) == f"{host}:8000"
         words = servicer.router.words
-        asked = words.decode(list(servicer.picks[0].prompt_ids), skip_special_tokens=False)
-        assert asked == "<|im_start|>user\nhello world<|im_end|>\n<|im_start|>assistant\n"
+        request = words.decode(list(servicer.picks[0].prompt_ids), skip_special_tokens=False)
+        assert request == "<|im_start|>user\nhello world<|im_end|>\n<|im_start|>assistant\n"
 
 
 async def test_without_a_router_any_endpoint_is_named_at_once() -> None:

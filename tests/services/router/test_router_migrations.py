@@ -272,8 +272,8 @@ async def test_without_room_elsewhere_a_request_stays(drained: Drained) -> None:
 
 
 def test_the_request_that_may_run_longest_moves_first() -> None:
-    asked = [Running(1, 10, 5), Running(2, 10, None), Running(3, 10, 90), Running(4, 10, 90)]
-    assert [r.ordinal for r in drain_order(asked)] == [2, 3, 4, 1]
+    requests = [Running(1, 10, 5), Running(2, 10, None), Running(3, 10, 90), Running(4, 10, 90)]
+    assert [r.ordinal for r in drain_order(requests)] == [2, 3, 4, 1]
 
 
 def test_only_a_worker_that_keeps_preempting_is_under_pressure() -> None:
@@ -311,14 +311,14 @@ def test_a_preempting_worker_moves_requests_only_to_one_with_room_that_does_not_
 
 
 def test_a_request_that_ends_soon_or_is_costly_to_copy_stays() -> None:
-    asked = [
+    requests = [
         Running(1, 100, MIN_REMAINING - 1),
         Running(2, 100, MIN_REMAINING),
         Running(3, 100, None),
         Running(4, 64 * 40, 40),
         Running(5, 64 * 40 + 1, 40),
     ]
-    assert [r.ordinal for r in relief_order(asked)] == [4, 3, 2]
+    assert [r.ordinal for r in relief_order(requests)] == [4, 3, 2]
 
 
 async def test_a_preempting_worker_moves_a_request(
@@ -343,17 +343,17 @@ async def test_a_preempting_worker_moves_a_request(
 
 
 def test_migrations_count_among_changes_of_the_worker() -> None:
-    asked = [Running(n, 0, 0) for n in range(10)]
+    requests = [Running(n, 0, 0) for n in range(10)]
     budget: RecomputeBudget[Running] = RecomputeBudget()
-    for request in asked:
+    for request in requests:
         budget.runs(request)
-    budget.migration_begun(asked[0])
+    budget.migration_begun(requests[0])
     assert budget.has_room
-    budget.recompute_begun(asked[1])
+    budget.recompute_begun(requests[1])
     assert not budget.has_room
-    budget.runs(asked[0])
+    budget.runs(requests[0])
     assert not budget.has_room, "its tokens come from the source"
-    budget.migration_over(asked[0])
+    budget.migration_over(requests[0])
     assert budget.has_room
 
 

@@ -41,8 +41,8 @@ def pick(
     salt: bytes = b"",
     tokenizer: str = "",
 ) -> list[str]:
-    asked = PickQuery("m", ids, salt, tokenizer, hosts)
-    return [one.host for one in world.dispatcher.placer.pick(asked, world.now)]
+    request = PickQuery("m", ids, salt, tokenizer, hosts)
+    return [one.host for one in world.dispatcher.placer.pick(request, world.now)]
 
 
 def cache(worker: Worker, ids: list[int], salt: bytes = b"") -> None:
@@ -76,11 +76,11 @@ def test_the_worker_with_the_prefix_comes_first() -> None:
 def test_a_prefix_counts_only_with_its_salt() -> None:
     world, workers = fleet(2)
     cache(workers[0], IDS, b"mine")
-    asked = PickQuery("m", IDS, b"theirs", "", HOSTS)
-    assert [one.cached_tokens for one in world.dispatcher.placer.pick(asked, world.now)] == [0, 0]
+    request = PickQuery("m", IDS, b"theirs", "", HOSTS)
+    assert [one.cached_tokens for one in world.dispatcher.placer.pick(request, world.now)] == [0, 0]
     world.now += PICKED_S
-    asked = asked._replace(cache_salt=b"mine")
-    found = world.dispatcher.placer.pick(asked, world.now)
+    request = request._replace(cache_salt=b"mine")
+    found = world.dispatcher.placer.pick(request, world.now)
     assert found[0] == ("10.0.0.1", 32)
 
 
@@ -184,20 +184,20 @@ async def test_pick_over_grpc(make_cluster: Any) -> None:
     cluster = await make_cluster(api_keys=("a key",))
     await cluster.decode("m")
     (host,) = {worker.host for worker in cluster.router.core.fleet.workers.values()}
-    asked = rpc.PickRequest(model="m", prompt_ids=IDS, hosts=[host])
+    request = rpc.PickRequest(model="m", prompt_ids=IDS, hosts=[host])
     async with open_channel(cluster.router.address) as channel:
         stub = RouterStub(channel)
-        reply = await stub.Pick(asked)
+        reply = await stub.Pick(request)
         assert [worker.host for worker in reply.workers] == [host]
-        asked.model = "other"
-        reply = await stub.Pick(asked)
+        request.model = "other"
+        reply = await stub.Pick(request)
         assert (list(reply.workers), reply.elsewhere) == ([], False)
-        del asked.hosts[:]
-        assert (await stub.Pick(asked)).elsewhere
+        del request.hosts[:]
+        assert (await stub.Pick(request)).elsewhere
         error = await failure_of(stub.Pick(rpc.PickRequest(model="m")))
         assert (error.code, error.param) == (pb.INVALID_ARGUMENT, "prompt_ids")
     async with open_channel(cluster.router.address, "a key") as channel:
-        assert (await failure_of(RouterStub(channel).Pick(asked))).code == pb.UNAUTHENTICATED
+        assert (await failure_of(RouterStub(channel).Pick(request))).code == pb.UNAUTHENTICATED
     assert not cluster.router.core.dispatcher.num_running
 
 

@@ -17,7 +17,7 @@ from pdserve.services.router.request.placer import MAX_ADMITTING
 IDS = list(range(200))
 
 
-def asked(world: World) -> list[tuple[Worker, str]]:
+def requests_of(world: World) -> list[tuple[Worker, str]]:
     """Return workers and requests of all Admits."""
     return [(worker, admit.start.request) for worker, admit in world.commands("admit")]
 
@@ -35,11 +35,11 @@ def test_a_worker_with_enough_unanswered_admits_gets_no_more() -> None:
     names = [f"r{number}" for number in range(MAX_ADMITTING + 2)]
     for name in names:
         world.submit(name)
-    assert asked(world) == [(only, name) for name in names[:MAX_ADMITTING]]
+    assert requests_of(world) == [(only, name) for name in names[:MAX_ADMITTING]]
     assert world.dispatcher.num_queued == 2
     answer(world, 0)
     world.pass_time(0.05)
-    assert asked(world) == [(only, name) for name in names[: MAX_ADMITTING + 1]]
+    assert requests_of(world) == [(only, name) for name in names[: MAX_ADMITTING + 1]]
 
 
 def test_a_worker_that_does_not_answer_is_not_tried_again_at_once() -> None:
@@ -48,7 +48,7 @@ def test_a_worker_that_does_not_answer_is_not_tried_again_at_once() -> None:
         both = {world.join(DECODE), world.join(DECODE)}
         world.submit("r")
         world.pass_time(ANSWER_S + 0.1)
-        assert {worker for worker, _ in asked(world)} == both
+        assert {worker for worker, _ in requests_of(world)} == both
 
 
 def test_a_picker_gets_the_other_workers_by_cost() -> None:

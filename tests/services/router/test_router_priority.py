@@ -31,7 +31,7 @@ LIMITS = HttpLimits(1 << 16, 1 << 18, 5.0, 1 << 16, 5.0)
 ONE, TWO = "sk-one", "sk-two"
 CHAT, PLAIN, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 # Key, path, priority; in the order of arrival.
-ASKED: tuple[tuple[str, str, int | None], ...] = (
+REQUEST: tuple[tuple[str, str, int | None], ...] = (
     (ONE, PLAIN, 3),
     (ONE, CHAT, None),
     (TWO, PLAIN, None),
@@ -93,19 +93,19 @@ async def test_a_full_fleet_takes_the_requests_of_each_key_by_priority(
     decode.busy = 1 << 30
     async with gateway_of(cluster.router.address) as client:
         waiting = []
-        for number, (key, path, priority) in enumerate(ASKED):
+        for number, (key, path, priority) in enumerate(REQUEST):
             body = body_of(path, number, priority)
             shown = {"authorization": f"Bearer {key}"}
             waiting.append(asyncio.create_task(client.post(path, json=body, headers=shown)))
             await eventually(lambda number=number: dispatcher.num_running == number + 1)
-        await eventually(lambda: dispatcher.num_queued == len(ASKED))
+        await eventually(lambda: dispatcher.num_queued == len(REQUEST))
         refused = len(decode.of("admit"))
         decode.busy = 0  # all of them wait in the router at this moment
         replies = await asyncio.wait_for(asyncio.gather(*waiting), LIMIT_S)
-    assert [reply.status_code for reply in replies] == [200] * len(ASKED)
+    assert [reply.status_code for reply in replies] == [200] * len(REQUEST)
     assert refused
     taken = [admit.start for admit in decode.of("admit")[refused:]]
-    assert len(taken) == len(ASKED)
+    assert len(taken) == len(REQUEST)
     tenants = {start.tenant for start in taken}
     orders = sorted([s.priority for s in taken if s.tenant == tenant] for tenant in tenants)
     assert orders == sorted([[-(2**31), -2, 0, 3, 3, 2**31 - 1], [-1, 0]])

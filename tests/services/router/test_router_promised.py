@@ -40,7 +40,7 @@ moves = st.lists(st.tuples(st.integers(0, 5), st.sampled_from([b"d0", b"d1"]), c
 
 @given(moves, chains)
 def test_promises_compared_with_a_plain_list(
-    moves: list[tuple[int, bytes, list[bytes]]], asked: list[bytes]
+    moves: list[tuple[int, bytes, list[bytes]]], request: list[bytes]
 ) -> None:
     promised = PromisedChains()
     live: dict[bytes, tuple[bytes, list[bytes]]] = {}
@@ -55,10 +55,10 @@ def test_promises_compared_with_a_plain_list(
         expected = {}
         for one in (b"d0", b"d1"):
             known = {link for at, chain in live.values() if at == one for link in chain}
-            count = next((i for i, link in enumerate(asked) if link not in known), len(asked))
+            count = next((i for i, link in enumerate(request) if link not in known), len(request))
             if count:
                 expected[one] = count
-        assert promised.num_promised(asked) == expected
+        assert promised.num_promised(request) == expected
 
 
 def test_followers_go_where_the_kv_is_going() -> None:

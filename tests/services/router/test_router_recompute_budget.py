@@ -30,15 +30,15 @@ def test_at_most_a_share_of_the_running_requests_moves_at_once() -> None:
         rng = Random(seed)
         budget: RecomputeBudget[Asked] = RecomputeBudget()
         waiting: WaitingQueue[Asked] = WaitingQueue()
-        asked = [Asked(n) for n in range(rng.randrange(1, 60))]
-        for request in asked:
+        requests = [Asked(n) for n in range(rng.randrange(1, 60))]
+        for request in requests:
             budget.runs(request)
-        lost = set(rng.sample(asked, rng.randrange(1, len(asked) + 1)))
+        lost = set(rng.sample(requests, rng.randrange(1, len(requests) + 1)))
         for request in rng.sample(sorted(lost, key=lambda r: r.ordinal), len(lost)):
             waiting.add(request, WaitReason.BUDGET, 0.0)
         under_way: list[Asked] = []
         begun: list[Asked] = []
-        alive = len(asked)
+        alive = len(requests)
         while lost:
             for request in waiting.of(WaitReason.BUDGET):
                 if budget.has_room:

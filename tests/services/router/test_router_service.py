@@ -94,8 +94,8 @@ async def test_a_client_that_does_not_read_is_cancelled(
     decode.hold_at = 1
     narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
     async with grpc.aio.insecure_channel(cluster.router.address, options=narrow) as channel:
-        asked = generate(max_tokens=10_000)
-        call = RouterStub(channel).Generate(asked, metadata=BEARER)
+        request = generate(max_tokens=10_000)
+        call = RouterStub(channel).Generate(request, metadata=BEARER)
         await anext(aiter(call))
         attempt = decode.of("admit")[0].attempt
         for at in range(1, 10_000, 100):  # with scores, so that few messages fill a connection

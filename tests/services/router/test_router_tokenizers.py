@@ -28,12 +28,12 @@ def tokenizers_of(world: World) -> list[str]:
     return [worker.identity.tokenizer for worker, _ in world.commands("admit")]
 
 
-@pytest.mark.parametrize("asked", [OLD, NEW])
-def test_a_prompt_goes_to_workers_of_its_tokenizer(asked: str) -> None:
+@pytest.mark.parametrize("tokenizer", [OLD, NEW])
+def test_a_prompt_goes_to_workers_of_its_tokenizer(tokenizer: str) -> None:
     world = world_of({}, TOKENIZER)
     for number in range(8):
-        world.submit(f"r{number}", tokenizer=asked)
-    assert tokenizers_of(world) == [asked] * 8
+        world.submit(f"r{number}", tokenizer=tokenizer)
+    assert tokenizers_of(world) == [tokenizer] * 8
 
 
 def test_workers_and_prompts_without_a_known_tokenizer_match_any() -> None:
@@ -95,11 +95,11 @@ def test_prompts_of_no_known_tokenizer_take_turns_with_the_others() -> None:
     world.submit("first", tokenizer=OLD)
     worker.busy_until = 0.0
     world.submit("second")
-    asked = [admit.start.request for _, admit in world.commands("admit")]
-    assert asked != ["second"]
+    requests = [admit.start.request for _, admit in world.commands("admit")]
+    assert requests != ["second"]
     world.pass_time(1.0)
-    asked = [admit.start.request for _, admit in world.commands("admit")]
-    assert sorted(asked) == ["first", "second"]
+    requests = [admit.start.request for _, admit in world.commands("admit")]
+    assert sorted(requests) == ["first", "second"]
 
 
 def test_a_leaving_pool_without_a_replacement_is_waited_for() -> None:

@@ -102,9 +102,9 @@ async def test_a_router_that_does_not_trace_passes_on_the_parent(make_cluster: A
 async def test_generate_passes_on_the_parent_without_an_endpoint(make_cluster: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
-    asked = rpc.GenerateRequest(prompt_ids=SHORT, params=pb.SamplingParams(max_tokens=3))
+    request = rpc.GenerateRequest(prompt_ids=SHORT, params=pb.SamplingParams(max_tokens=3))
     async with open_channel(cluster.router.address) as channel:
-        call = RouterStub(channel).Generate(asked, metadata=(("traceparent", CLIENT),))
+        call = RouterStub(channel).Generate(request, metadata=(("traceparent", CLIENT),))
         assert [r async for r in call]
     assert decode.of("admit")[0].start.trace_parent == CLIENT
 
@@ -115,10 +115,10 @@ async def test_generate_begins_or_continues_a_trace(make_cluster: Any, parent: s
     cluster = await make_cluster(tracer)
     await cluster.decode()
     params = pb.SamplingParams(max_tokens=3)
-    asked = rpc.GenerateRequest(prompt_ids=SHORT, params=params)
+    request = rpc.GenerateRequest(prompt_ids=SHORT, params=params)
     metadata = (("traceparent", parent),) if parent else ()
     async with open_channel(cluster.router.address) as channel:
-        assert [r async for r in RouterStub(channel).Generate(asked, metadata=metadata)]
+        assert [r async for r in RouterStub(channel).Generate(request, metadata=metadata)]
         refused = rpc.GenerateRequest(model="none", prompt_ids=SHORT, params=params)
         with pytest.raises(Exception, match="not served"):
             assert [r async for r in RouterStub(channel).Generate(refused)]

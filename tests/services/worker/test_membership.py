@@ -201,17 +201,17 @@ async def test_closing_does_not_wait_for_a_name_lookup(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = threading.Event()
-    asked = threading.Event()
+    request = threading.Event()
 
     def resolve(name: str) -> list[str]:
-        asked.set()
+        request.set()
         answer.wait()
         return [name]
 
     (router,), member = await make()
     monkeypatch.setattr(discovery, "resolve", resolve)
     member.start()
-    assert await asyncio.to_thread(asked.wait, LIMIT_S)
+    assert await asyncio.to_thread(request.wait, LIMIT_S)
     try:
         await asyncio.wait_for(asyncio.to_thread(member.close, 0.2), LIMIT_S)
     finally:

@@ -296,8 +296,8 @@ def _write_tensors(
         if absorbed and hf_name.endswith("kv_b_proj.weight"):
             held[hf_name] = _add_kv_b(writer, names, hf_name, values, config, kind, generator)
             continue
-        asked = hf_name.replace("e_score_correction_bias", "e_score_correction.bias")
-        name = names.get_name(asked, try_suffixes=(".weight", ".bias"))
+        request = hf_name.replace("e_score_correction_bias", "e_score_correction.bias")
+        name = names.get_name(request, try_suffixes=(".weight", ".bias"))
         if mtp := MTP.fullmatch(hf_name):  # not in the table of each architecture that has them
             name = f"blk.{mtp[1]}.nextn.{mtp[2].replace('.', '_')}.weight"
         if hf_name.endswith("shared_expert_gate.weight"):  # as most files have it

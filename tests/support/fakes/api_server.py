@@ -22,7 +22,7 @@ class ApiServer(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.keys: list[str] = []
         self.events: list[str] = []
         self.models: list[dict[str, Any]] = [{"id": "tiny"}]
@@ -58,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not self.may_ask():
             return
-        self.server.asked.append(body)
+        self.server.requests.append(body)
         if body.get("model") == "unknown":
             self.send(404, {"error": {"message": "the model 'unknown' does not exist"}})
         elif self.server.reply:

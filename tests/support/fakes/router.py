@@ -222,9 +222,9 @@ def tokens(
     scores = []
     for offset, token in enumerate(ids if start.params.HasField("logprobs") else ()):
         score = scored(token, position + offset, choice, start.params.logprobs)
-        for asked in start.params.logprob_token_ids:
-            score.top_ids.append(asked)
-            score.top_logprobs.append(-9.0 - asked)
+        for request in start.params.logprob_token_ids:
+            score.top_ids.append(request)
+            score.top_logprobs.append(-9.0 - request)
         scores.append(score)
     return Event(
         tokens=pb.Tokens(

@@ -40,16 +40,18 @@ class ScriptedParts:
     """
 
     def __init__(self, *answers: Sequence[Delta | Exception]) -> None:
-        self.asked: list[Any] = []
+        self.requests: list[Any] = []
         self._answers = list(answers)
 
     def install(self, service: Service) -> None:
         prepare = service.prepare
 
-        def recorded(asked: Any, caller: Caller) -> AbstractAsyncContextManager[PreparedCompletion]:
-            self.asked.append(asked)
-            sampling = replace(asked.sampling, structure=None, thinking_budget=None)
-            return prepare(replace(asked, tool_use=None, sampling=sampling), caller)
+        def recorded(
+            request: Any, caller: Caller
+        ) -> AbstractAsyncContextManager[PreparedCompletion]:
+            self.requests.append(request)
+            sampling = replace(request.sampling, structure=None, thinking_budget=None)
+            return prepare(replace(request, tool_use=None, sampling=sampling), caller)
 
         service.prepare = recorded  # type: ignore[method-assign]
         service.completions = self  # type: ignore[assignment]
@@ -68,7 +70,7 @@ class ScriptedParts:
 
     def messages(self, number: int = -1) -> list[dict[str, Any]]:
         """Return the messages for a template."""
-        return [dict(message) for message in self.asked[number].conversation.messages]
+        return [dict(message) for message in self.requests[number].conversation.messages]
 
 
 class MemoryStore:

@@ -23,13 +23,13 @@ class ScriptedRouters:
         self.num_connected = 1
         self.hangs = False
         self.overloaded = False
-        self.asked: list[PickRequest] = []
+        self.requests: list[PickRequest] = []
 
-    async def pick(self, asked: PickRequest) -> PickReply:
-        self.asked.append(asked)
+    async def pick(self, request: PickRequest) -> PickReply:
+        self.requests.append(request)
         if self.hangs:
             await asyncio.Event().wait()
-        found = [PickedWorker(host=host) for host in self.hosts if host in asked.hosts]
+        found = [PickedWorker(host=host) for host in self.hosts if host in request.hosts]
         return PickReply(workers=found, overloaded=self.overloaded, elsewhere=not self.hosts)
 
 

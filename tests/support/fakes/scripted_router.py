@@ -157,10 +157,10 @@ def start(request: str = "r", **fields) -> pb.Start:
     return pb.Start(request=request, **(values | fields))
 
 
-async def ids_of(client: RouterClient, asked: pb.Start) -> tuple[list[int], Event]:
+async def ids_of(client: RouterClient, request: pb.Start) -> tuple[list[int], Event]:
     ids: list[int] = []
     last = Event()
-    async for event in client.open(asked):
+    async for event in client.open(request):
         ids += event.tokens.ids
         last = event
     return ids, last

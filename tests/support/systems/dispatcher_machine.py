@@ -51,7 +51,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.at_decode: dict[bytes, Remote] = {}
         self.at_prefill: dict[bytes, Remote] = {}
         self.kept: dict[bytes, Remote] = {}  # ended at decode; a Resume is still answered
-        self.asked: dict[bytes, tuple[Worker, wire.Resume]] = {}
+        self.resumes: dict[bytes, tuple[Worker, wire.Resume]] = {}
         # Attempts whose prefill worker the router may not know: decode reports their end.
         self.adopted: set[bytes] = set()
         self.unsure: set[bytes] = set()  # attempts whose end the router may not know
@@ -79,14 +79,14 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert command.start.attempt in self.at_decode
             self.at_prefill[command.start.attempt] = Remote(worker, command.start)
         elif kind == "resume":
-            self.asked[command.resume.attempt] = (worker, command.resume)
+            self.resumes[command.resume.attempt] = (worker, command.resume)
             request = self.dispatcher.attempts[command.resume.attempt]
             if request.state.attempt is not None and request.state.attempt.adopted:
                 self.adopted.add(command.resume.attempt)
         elif kind == "cancel" and not command.cancel.choices:
             side = self.at_decode if worker.hello.role == fleet_pb2.DECODE else self.at_prefill
-            asked = self.asked.pop(command.cancel.attempt, None)
-            if (asked or command.cancel.attempt in self.unsure) and (
+            resume = self.resumes.pop(command.cancel.attempt, None)
+            if (resume or command.cancel.attempt in self.unsure) and (
                 command.cancel.attempt not in side
             ):
                 return  # it cannot know whether the worker still has it
@@ -128,7 +128,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                     del side[attempt]
                 elif side is self.at_decode:
                     remote.parked = True
-        self.asked = {a: found for a, found in self.asked.items() if found[0] is not worker}
+        self.resumes = {a: found for a, found in self.resumes.items() if found[0] is not worker}
         worker.connected = False
         if died:
             self.fleet.lost(worker)
@@ -288,11 +288,11 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 5), gone=st.sampled_from([False, False, False, True]))
     def answer_resume(self, which: int, gone: bool) -> None:
-        asked = list(self.asked)
-        if not asked:
+        attempts = list(self.resumes)
+        if not attempts:
             return
-        attempt = asked[which % len(asked)]
-        worker, resume = self.asked.pop(attempt)
+        attempt = attempts[which % len(attempts)]
+        worker, resume = self.resumes.pop(attempt)
         remote = self.at_decode.get(attempt) or self.kept.get(attempt)
         if remote is None or gone:
             self.at_decode.pop(attempt, None)

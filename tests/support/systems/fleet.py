@@ -144,11 +144,11 @@ class Fleet:
         blocks = self.blocks()
         return bool(blocks) and all(b["free"] + b["cached"] == b["total"] for b in blocks.values())
 
-    def generate(self, asked: Sequence[Any], width: int = 8) -> dict[str, tuple[int, ...]]:
+    def generate(self, request: Sequence[Any], width: int = 8) -> dict[str, tuple[int, ...]]:
         """Run engine Requests through the router's Generate, `width` at a time."""
-        return asyncio.run(self._generate(asked, width))
+        return asyncio.run(self._generate(request, width))
 
-    async def _generate(self, asked: Sequence[Any], width: int) -> dict[str, tuple[int, ...]]:
+    async def _generate(self, body: Sequence[Any], width: int) -> dict[str, tuple[int, ...]]:
         from pdserve.protos import common_pb2, router_pb2, router_pb2_grpc
 
         gate = asyncio.Semaphore(width)
@@ -174,5 +174,5 @@ class Fleet:
 
         async with open_channel(self.router) as channel:
             stub = router_pb2_grpc.RouterStub(channel)
-            await asyncio.gather(*(one(stub, request) for request in asked))
+            await asyncio.gather(*(one(stub, request) for request in body))
         return tokens

@@ -198,9 +198,9 @@ def request(length: int, seed: int = 0, **params: Any) -> Request:
     return fresh(ask("", prompt(length, seed), **params))
 
 
-def local(asked: Request, **engine: Any) -> dict[int, list[int]]:
+def local(body: Request, **engine: Any) -> dict[int, list[int]]:
     """Return the answer of a single engine."""
-    found = tokens(run(fake_engine(**engine), asked))
+    found = tokens(run(fake_engine(**engine), body))
     return {choice: ids for (_, choice), ids in found.items()}
 
 

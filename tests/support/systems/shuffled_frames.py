@@ -76,10 +76,10 @@ class ShuffledPair:
     def transfer(self, number: int) -> None:
         """Make one hand-off; raises AssertionError if a byte, a token or a count is wrong."""
         self._writes.clear()
-        asked = request(self.rng.randrange(2, 130), seed=number, max_tokens=3)
-        attempt = self.pair.hand_off(asked)
-        answer = self.pair.answer(asked)
-        expected = local(asked, **self.options)
+        job = request(self.rng.randrange(2, 130), seed=number, max_tokens=3)
+        attempt = self.pair.hand_off(job)
+        answer = self.pair.answer(job)
+        expected = local(job, **self.options)
         assert answer == expected, (answer, expected)
         self.pair.wait(lambda: attempt in self.pair.sent)
         assert self.pair.sent[attempt].reason == ""

@@ -118,12 +118,12 @@ async def stored_gateway(
 
 def all_take_part(count: int) -> list[FakeRouter]:
     """Return `count` routers, which answer only once each has received a request."""
-    asked: set[int] = set()
+    request: set[int] = set()
     everybody = asyncio.Event()
 
     async def play(router: FakeRouter, start: Any) -> AsyncGenerator[Any, None]:
-        asked.add(id(router))
-        if len(asked) == count:
+        request.add(id(router))
+        if len(request) == count:
             everybody.set()
         await everybody.wait()
         async for event in saying("hello", cached=1)(router, start):

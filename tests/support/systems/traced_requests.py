@@ -56,8 +56,8 @@ class TracedClient:
 
     def ask(self, prompt: str, max_tokens: int = 4, **headers: str) -> TracedAnswer:
         """Send a request; wait for the end of its answer, and for its trace."""
-        asked = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "stream": True}
-        body = json.dumps(asked).encode()
+        request = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "stream": True}
+        body = json.dumps(request).encode()
         headers = {"content-type": "application/json", **headers}
         began = time.monotonic()
         self._connection.request("POST", "/v1/completions", body, headers)
@@ -155,11 +155,11 @@ def _check_phases(trace: dict[str, Any], parts: dict[str, CollectedSpan]) -> Way
     assert waited > -1
     assert abs(spent["decode transfer"] - told["transfer"] - waited) < 1
     route, queue = parts["route"], parts.get("route queue")
-    asked = route.began if queue is None else queue.ended
+    request = route.began if queue is None else queue.ended
     first = next(at for name, at, _ in parts["request"].events if name == "first token")
     ways = Ways(
         to_router=1e3 * (route.began - parts["request prepare"].ended),
-        to_decode=1e3 * (parts["decode"].began - asked),
+        to_decode=1e3 * (parts["decode"].began - request),
         back=1e3 * (first - parts["decode first token"].ended),
     )
     assert min(ways.to_router, ways.to_decode, ways.back) > -1e3 * SKEW_S

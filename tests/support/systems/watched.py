@@ -146,8 +146,8 @@ class WatchedGateway:
     async def ask(self, count: int, prompt: Prompt = "hello", max_tokens: int = 16) -> list[int]:
         """Return the codes of this many concurrent answers."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens}
-        asked = (self._http.post("/v1/completions", json=body) for _ in range(count))
-        return [answer.status_code for answer in await asyncio.gather(*asked)]
+        request = (self._http.post("/v1/completions", json=body) for _ in range(count))
+        return [answer.status_code for answer in await asyncio.gather(*request)]
 
     async def page(self, **query: str) -> str:
         return (await self._http.get("/metrics", params=query)).raise_for_status().text

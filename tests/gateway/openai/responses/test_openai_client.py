@@ -96,11 +96,11 @@ async def test_the_events_of_an_answer_with_every_kind_of_item(connect):
 
 async def test_a_stream_adds_up_to_the_whole_answer(connect):
     client = await connect(ScriptedParts(CALLS, CALLS))
-    asked: Any = {"model": "tiny", "input": "hi", "tools": [WEATHER]}
-    whole = await client.responses.create(**asked)
+    body: Any = {"model": "tiny", "input": "hi", "tools": [WEATHER]}
+    whole = await client.responses.create(**body)
     texts: dict[str, str] = {}
     final: Any = None
-    async for event in await client.responses.create(**asked, stream=True):
+    async for event in await client.responses.create(**body, stream=True):
         if event.type.endswith(".delta"):
             texts[event.item_id] = texts.get(event.item_id, "") + event.delta
         final = getattr(event, "response", final)
@@ -156,11 +156,15 @@ async def test_tools_and_tool_choice(connect):
             tool_choice=choice,
             parallel_tool_calls=mode == "auto",
         )
-        asked = parts.asked[-1].tool_use
-        assert (asked.choice, tuple(asked.only), asked.parallel) == (mode, only, mode == "auto")
-        assert [tool.name for tool in asked.tools] == ["weather", "news"]
-        assert asked.tools[0].strict
-        assert asked.tools[0].parameters == WEATHER["parameters"]
+        request = parts.requests[-1].tool_use
+        assert (request.choice, tuple(request.only), request.parallel) == (
+            mode,
+            only,
+            mode == "auto",
+        )
+        assert [tool.name for tool in request.tools] == ["weather", "news"]
+        assert request.tools[0].strict
+        assert request.tools[0].parameters == WEATHER["parameters"]
         assert [tool.name for tool in answer.tools] == ["weather", "news"]
 
 
@@ -169,14 +173,14 @@ async def test_a_tool_loop(connect):
     parts = ScriptedParts(CALLS, deltas(TextPart("Warm.")))
     client = await connect(parts)
     items: list[Any] = [{"role": "user", "content": "hi"}]
-    asked: Any = {"model": "tiny", "tools": [WEATHER], "store": False, "instructions": "be short"}
+    body: Any = {"model": "tiny", "tools": [WEATHER], "store": False, "instructions": "be short"}
     first = await client.responses.create(
-        **asked, input=items, include=["reasoning.encrypted_content"]
+        **body, input=items, include=["reasoning.encrypted_content"]
     )
     items += first.output
     for call in first.output[2:]:
         items.append({"type": "function_call_output", "call_id": call.call_id, "output": "20"})
-    second = await client.responses.create(**asked, input=items)
+    second = await client.responses.create(**body, input=items)
     assert second.output_text == "Warm."
     system, user, turn, one, two = parts.messages()
     assert (system["role"], user["role"]) == ("system", "user")
@@ -244,14 +248,14 @@ async def test_tokens_are_counted(connect):
     )
     client = await connect(router, responses=MemoryStore())
     first = await client.responses.create(model="tiny", input="hi")
-    asked: Any = {
+    body: Any = {
         "model": "tiny", "input": "hello", "instructions": "be short", "tools": [WEATHER],
         "text": {"verbosity": "low"}, "previous_response_id": first.id,
     }  # fmt: skip
-    counted = await client.responses.input_tokens.count(**asked)
+    counted = await client.responses.input_tokens.count(**body)
     assert counted.object == "response.input_tokens"
     assert len(router.starts) == 1, "counting must not run the model"
-    await client.responses.create(**asked)
+    await client.responses.create(**body)
     assert counted.input_tokens == len(router.starts[1].prompt_ids)
 
 
@@ -275,14 +279,16 @@ async def test_a_tenant_finds_only_its_responses(connect, serve):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_unstored_response_says_so(connect, stream):
     down = ServiceError(pb.UNAVAILABLE, "no database")
-    for store, asked in (
+    for store, request in (
         (None, None),
         (MemoryStore(), False),
         (MemoryStore(room=False), True),
         (MemoryStore(fails=down), None),
     ):
         client = await connect(saying("hello"), responses=store)
-        given: Any = {"model": "tiny", "input": "hi"} | ({} if asked is None else {"store": asked})
+        given: Any = {"model": "tiny", "input": "hi"} | (
+            {} if request is None else {"store": request}
+        )
         if stream:
             found = [event async for event in await client.responses.create(**given, stream=True)]
             answer = found[-1].response
@@ -316,16 +322,16 @@ async def test_an_answer_without_content_is_an_empty_message(connect):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_logprobs(connect, stream):
     client = await connect(saying("hé world"))
-    asked: Any = {
+    body: Any = {
         "model": "tiny", "input": "hi", "top_logprobs": 2,
         "include": ["message.output_text.logprobs"],
     }  # fmt: skip
     if stream:
-        events = [event async for event in await client.responses.create(**asked, stream=True)]
+        events = [event async for event in await client.responses.create(**body, stream=True)]
         answer = events[-1].response
         told = [one for e in events if e.type.endswith("text.delta") for one in e.logprobs]
     else:
-        answer = await client.responses.create(**asked)
+        answer = await client.responses.create(**body)
     scored = answer.output[0].content[0].logprobs
     assert len(scored) == answer.usage.output_tokens
     assert all(len(token.top_logprobs) == 2 for token in scored)
@@ -342,11 +348,11 @@ async def test_structure_and_effort_reach_the_pipeline(connect):
         model="tiny", input="hi", reasoning={"effort": "none", "summary": "auto"},
         text={"format": {"type": "json_schema", "name": "x", "schema": schema}, "verbosity": "low"},
     )  # fmt: skip
-    asked = parts.asked[-1]
-    structure = asked.sampling.structure
+    request = parts.requests[-1]
+    structure = request.sampling.structure
     assert (structure.kind, structure.value) == ("json_schema", schema)
     assert structure.param == "text.format.schema"
-    assert asked.conversation.suggested == {
+    assert request.conversation.suggested == {
         "reasoning_effort": "none", "enable_thinking": False, "thinking": False, "verbosity": "low"
     }  # fmt: skip
     assert answer.text.format.schema_ == schema
@@ -354,9 +360,9 @@ async def test_structure_and_effort_reach_the_pipeline(connect):
     await client.responses.create(
         model="tiny", input="hi", text={"format": {"type": "json_object"}}
     )
-    assert parts.asked[-1].sampling.structure.kind == "json_object"
+    assert parts.requests[-1].sampling.structure.kind == "json_object"
     await client.responses.create(model="tiny", input="hi", text={"format": {"type": "text"}})
-    assert parts.asked[-1].sampling.structure is None
+    assert parts.requests[-1].sampling.structure is None
 
 
 async def test_api_keys(connect, serve):

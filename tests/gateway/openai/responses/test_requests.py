@@ -38,7 +38,7 @@ from pdserve.text import TextPart, ToolUse
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/responses"
-ASKED: dict[str, Any] = {"model": "tiny", "input": "hi"}
+REQUEST: dict[str, Any] = {"model": "tiny", "input": "hi"}
 WANTED = (True, 7, "x", ["x"], {"x": "x"})  # one non-default value of each type
 TOOL = {"type": "function", "name": "f"}
 GROUP: dict[str, Any] = {"type": "namespace", "name": "n", "tools": []}
@@ -53,7 +53,7 @@ async def test_unsupported_fields_are_refused_by_name(make_http):
         for value in WANTED:
             if value in REFUSED_FIELDS[name]:
                 continue
-            error = check(await client.post(URL, json={**ASKED, name: value}), 400, name)
+            error = check(await client.post(URL, json={**REQUEST, name: value}), 400, name)
             assert error["message"].startswith(f"{name} is not supported")
             assert (f"use {FIELD_ALIASES.get(name)}" in error["message"]) is (name in FIELD_ALIASES)
     assert router.starts == []
@@ -69,15 +69,15 @@ async def test_a_dropped_tool_is_logged_once_per_request(make_http, caplog, subt
     }
     chat = {"model": "tiny", "messages": [HI]}
     client = make_http(saying("x"), responses=MemoryStore())
-    asked = {**ASKED, "tools": [hosted, hosted, TOOL]}
-    first = (await client.post(URL, json=asked)).json()
+    request = {**REQUEST, "tools": [hosted, hosted, TOOL]}
+    first = (await client.post(URL, json=request)).json()
     items = {"input": [more, more, HI], "previous_response_id": first["id"]}
     searching = {"type": "web_search_20250305", "name": "web_search"}
     for url, body in (
-        (URL, asked),
-        (URL, {**asked, **items}),
-        (URL, {**asked, **items, "stream": True}),
-        (f"{URL}/input_tokens", {**asked, **items}),
+        (URL, request),
+        (URL, {**request, **items}),
+        (URL, {**request, **items, "stream": True}),
+        (f"{URL}/input_tokens", {**request, **items}),
         ("/v1/chat/completions", {**chat, "tools": [hosted, hosted]}),
         ("/v1/messages", {**chat, "max_tokens": 5, "tools": [searching]}),
         ("/v1/messages/count_tokens", {**chat, "tools": [searching]}),
@@ -106,7 +106,7 @@ async def test_an_overflow_found_late(make_http, subtests):
     expected = {"code": "context_length_exceeded", "message": f"{why} (context_length_exceeded)"}
     for late, streams in product((False, True), repeat=2):
         with subtests.test(late=late, streams=streams):
-            reply = await client.post(URL, json={**ASKED, "stream": streams})
+            reply = await client.post(URL, json={**REQUEST, "stream": streams})
             if late and streams:
                 assert reply.status_code == 200
                 events = [json.loads(line[6:]) for line in reply.text.splitlines() if "{" in line]
@@ -130,7 +130,7 @@ async def test_no_op_values_of_unsupported_fields_are_accepted(make_http):
             if name not in ResponsesBody.model_fields
         }
         ignored = dict.fromkeys(IGNORED_FIELDS, "x")
-        reply = await client.post(URL, json={**ASKED, **given, **ignored, "unknown": 1})
+        reply = await client.post(URL, json={**REQUEST, **given, **ignored, "unknown": 1})
         assert reply.status_code == 200, reply.json()
 
 
@@ -146,7 +146,7 @@ async def test_log_probabilities_are_bounded(make_http, monkeypatch, stream):
     monkeypatch.setattr("pdserve.gateway.sampling.MAX_LOGPROBS", 10 * 3)
     client = make_http(saying("hello " * 100))
     include = ["message.output_text.logprobs"]
-    scored = {**ASKED, "include": include, "top_logprobs": 2, "stream": stream}
+    scored = {**REQUEST, "include": include, "top_logprobs": 2, "stream": stream}
     fits = await client.post(URL, json={**scored, "max_output_tokens": 10})
     assert fits.status_code == 200
     assert "response.failed" not in fits.text
@@ -247,7 +247,7 @@ async def test_an_invalid_field_is_named(make_http, subtests):
     for fields, param in WRONG:
         with subtests.test(fields=fields):
             router.starts.clear()
-            error = check(await client.post(URL, json={**ASKED, **fields}), 400, param)
+            error = check(await client.post(URL, json={**REQUEST, **fields}), 400, param)
             assert len(error["message"]) < 300
             assert router.starts == []
 
@@ -259,23 +259,23 @@ async def test_fields_of_other_servers_of_this_api_are_accepted(make_http, subte
     }  # fmt: skip
     router = ToolModel("x", template="{{ messages[0].content }} {{ enable_thinking }}")
     client = make_http(router)
-    reply = await client.post(URL, json={**ASKED, **given, "seed": 7})
+    reply = await client.post(URL, json={**REQUEST, **given, "seed": 7})
     assert reply.status_code == 200, reply.text
     params = router.starts[0].params
     assert router.starts[0].seed == 7
     assert {name: getattr(params, name) for name in given} == given
     variables = {"chat_template_kwargs": {"enable_thinking": False}}
     for path in (URL, f"{URL}/input_tokens"):
-        assert (await client.post(path, json=ASKED | variables)).status_code == 200
+        assert (await client.post(path, json=REQUEST | variables)).status_code == 200
         error = check(
-            await client.post(path, json={**ASKED, "chat_template_kwargs": {"a": []}}),
+            await client.post(path, json={**REQUEST, "chat_template_kwargs": {"a": []}}),
             400, "chat_template_kwargs",
         )  # fmt: skip
         assert "'a' must be" in error["message"]
     assert router.prompt(1) == "hi False"
     for name, value in (("top_k", -2), ("min_p", 2), ("presence_penalty", 3), ("seed", "x")):
         with subtests.test(name):
-            check(await client.post(URL, json={**ASKED, name: value}), 400, name)
+            check(await client.post(URL, json={**REQUEST, name: value}), 400, name)
 
 
 async def test_empty_values_are_accepted(make_http, subtests):
@@ -294,7 +294,7 @@ async def test_empty_values_are_accepted(make_http, subtests):
     ):
         with subtests.test(fields):
             router = ToolModel("x")
-            reply = await make_http(router).post(URL, json=ASKED | fields)
+            reply = await make_http(router).post(URL, json=REQUEST | fields)
             assert reply.status_code == 200, reply.text
     prompt = router.prompt(0)
     assert prompt.count("<tool_call>") == prompt.count("<|im_start|>tool\n") == 2
@@ -339,10 +339,10 @@ async def test_assistant_turns_are_kept_apart(make_http):
 async def test_a_conversation_is_limited_in_items(make_http):
     store = MemoryStore()
     client = make_http(saying("x"), responses=store, bounds=LARGE)
-    first = (await client.post(URL, json=ASKED)).json()
+    first = (await client.post(URL, json=REQUEST)).json()
     turns = [{"role": "user", "content": ""}] * (MAX_ITEMS - 1)
     more = {"input": turns, "previous_response_id": first["id"]}
-    check(await client.post(URL, json={**ASKED, **more}), 400, "input")
+    check(await client.post(URL, json={**REQUEST, **more}), 400, "input")
 
 
 @pytest.mark.parametrize("path", [URL, f"{URL}/input_tokens"])
@@ -350,12 +350,12 @@ async def test_template_errors_name_the_input(make_http, path):
     for template in (b"{{ raise_exception('no') }}", b"{{ 1 / 0 }}", b""):
         router = FakeRouter(saying("x"))
         router.blobs[router.cards[0].template_digest] = template
-        check(await make_http(router).post(path, json=ASKED), 400, "input")
-    body = {**ASKED, "input": "x " * 50_000}
+        check(await make_http(router).post(path, json=REQUEST), 400, "input")
+    body = {**REQUEST, "input": "x " * 50_000}
     client = make_http(saying("x"), bounds=LARGE)
     check(await client.post(path, json=body), 400, "input", "context_length_exceeded")
     if path == URL:
-        body = {**ASKED, "input": "x " * 400}
+        body = {**REQUEST, "input": "x " * 400}
         check(await client.post(path, json=body), 400, "input", "context_length_exceeded")
 
 
@@ -376,12 +376,12 @@ async def test_stored_items_count_as_body_bytes_while_used(make_http, by_item):
     card, blobs = served(context_len=1 << 17)
     router = FakeRouter(play, [card], blobs)
     client = make_http(router, responses=MemoryStore(), bounds=bounds)
-    first = await client.post(URL, json={**ASKED, "input": "x" * 40_000})
+    first = await client.post(URL, json={**REQUEST, "input": "x" * 40_000})
     name = first.json()["id"]
-    more = {**ASKED, "previous_response_id": name}
+    more = {**REQUEST, "previous_response_id": name}
     if by_item:
         items = (await client.get(f"{URL}/{name}/input_items")).json()["data"]
-        more = {**ASKED, "input": [{"id": items[0]["id"]}]}
+        more = {**REQUEST, "input": [{"id": items[0]["id"]}]}
     waiting = asyncio.create_task(client.post(URL, json=more))
     await held.wait()
     reply = await client.post(URL, json=more)
@@ -405,7 +405,7 @@ WRONG_PAGES = [
 
 async def test_invalid_page_parameters_are_named(make_http, subtests):
     client = make_http(saying("x"), responses=MemoryStore())
-    name = (await client.post(URL, json=ASKED)).json()["id"]
+    name = (await client.post(URL, json=REQUEST)).json()["id"]
     for query, param in WRONG_PAGES:
         with subtests.test(query):
             check(await client.get(f"{URL}/{name}/input_items?{query}"), 400, param)
@@ -413,7 +413,7 @@ async def test_invalid_page_parameters_are_named(make_http, subtests):
 
 async def test_a_stored_response_cannot_be_streamed(make_http):
     client = make_http(saying("x"), responses=MemoryStore())
-    name = (await client.post(URL, json=ASKED)).json()["id"]
+    name = (await client.post(URL, json=REQUEST)).json()["id"]
     check(await client.get(f"{URL}/{name}?stream=true"), 400, "stream")
 
 
@@ -435,7 +435,7 @@ HOSTED = [{"type": kind} for kind, member in TOOLS.items() if member is OMITTED_
 async def test_functions_of_a_namespace_have_both_names(make_http):
     router = ToolModel(calls("agents__spawn", '{"a": 1}'))
     client = make_http(router)
-    body = {**ASKED, "tools": [TOOL, namespace(SPAWN, CUSTOM)]}
+    body = {**REQUEST, "tools": [TOOL, namespace(SPAWN, CUSTOM)]}
     answer = (await client.post(URL, json=body)).json()
     assert "tools: f agents__spawn agents__patch" in router.prompt(0)
     (item,) = answer["output"]
@@ -463,14 +463,14 @@ async def test_built_in_tools_of_the_provider_are_dropped_and_logged(make_http, 
     client = make_http(router)
     with caplog.at_level("INFO"):
         tools = [*HOSTED, {"type": "a_tool_of_tomorrow"}, TOOL]
-        reply = await client.post(URL, json={**ASKED, "tools": tools})
+        reply = await client.post(URL, json={**REQUEST, "tools": tools})
     assert reply.status_code == 200, reply.json()
     assert "tools: f<|im_start|>" in router.prompt(0)
     assert [tool["name"] for tool in reply.json()["tools"]] == ["f"]
     assert "left out and logged: tools 'a_tool_of_tomorrow', 'apply_patch'" in caplog.text
     for choice, member in TOOL_CHOICES.items():
         if member.handling is Handling.REFUSED:
-            body = {**ASKED, "tools": tools, "tool_choice": {"type": choice}}
+            body = {**REQUEST, "tools": tools, "tool_choice": {"type": choice}}
             check(await client.post(URL, json=body), 400, "tool_choice.type")
 
 
@@ -479,7 +479,7 @@ async def test_a_custom_tool_is_called_with_text(make_http, stream):
     text = '*** Begin\n+"é" \\ 😀\ttab\n'
     router = ToolModel(calls("patch", json.dumps({"input": text})), "done")
     client = make_http(router)
-    body = {**ASKED, "tools": [CUSTOM], "stream": stream}
+    body = {**REQUEST, "tools": [CUSTOM], "stream": stream}
     reply = await client.post(URL, json=body)
     if stream:
         sent = [json.loads(line[6:]) for line in reply.text.splitlines() if line[:5] == "data:"]
@@ -562,14 +562,14 @@ HISTORY = [
 async def test_other_items_of_history_are_kept_as_text_or_dropped(make_http):
     router = ToolModel("x")
     client = make_http(router, responses=MemoryStore())
-    answer = (await client.post(URL, json={**ASKED, "input": [*HISTORY, HI]})).json()
+    answer = (await client.post(URL, json={**REQUEST, "input": [*HISTORY, HI]})).json()
     for text in ("cats", "ls", "a.txt", "b.txt", "c.txt", "+d", "said"):
         assert text in router.prompt(0)
     assert "SECRET" not in router.prompt(0)
     page = (await client.get(f"{URL}/{answer['id']}/input_items?order=asc")).json()["data"]
     assert page[0] == HISTORY[0]
     assert page[7:9] == [{"type": "an_item_of_tomorrow", "id": "x", "content": "said"}, HISTORY[9]]
-    more = {**ASKED, "previous_response_id": answer["id"]}
+    more = {**REQUEST, "previous_response_id": answer["id"]}
     assert (await client.post(URL, json=more)).status_code == 200
     assert "cats" in router.prompt(1)
 
@@ -669,7 +669,7 @@ async def test_tools_and_effort_in_items_apply(make_http):
         {"role": "user", "content": "hi"},
     ]
     client = make_http(router, responses=MemoryStore())
-    body = {**ASKED, "tools": [TOOL], "reasoning": {"effort": "low", "summary": "detailed"}}
+    body = {**REQUEST, "tools": [TOOL], "reasoning": {"effort": "low", "summary": "detailed"}}
     first = (await client.post(URL, json={**body, "input": items})).json()
     await client.post(URL, json={**body, "previous_response_id": first["id"]})
     for number in range(2):
@@ -694,7 +694,7 @@ async def test_tools_in_items_are_validated_once(make_http, monkeypatch, caplog)
     again = {**found, "tools": [{**TOOL, "parameters": "wrong"}, *found["tools"]]}
     client = make_http(ToolModel("x"), bounds=LARGE)
     with caplog.at_level("INFO"):
-        body = {**ASKED, "tools": [TOOL], "input": [found, *[again] * 59, HI]}
+        body = {**REQUEST, "tools": [TOOL], "input": [found, *[again] * 59, HI]}
         reply = await client.post(URL, json=body)
     assert reply.status_code == 200, reply.json()
     assert sorted(names) == sorted(["f", *(tool["name"] for tool in many), "spawn"])
@@ -707,7 +707,7 @@ async def test_items_of_stored_responses_may_be_referenced(make_http):
     store = MemoryStore()
     client = make_http(router, responses=store, keys=("one", "two"))
     client.headers["authorization"] = "Bearer one"
-    body = {**ASKED, "tools": [TOOL]}
+    body = {**REQUEST, "tools": [TOOL]}
     first = (await client.post(URL, json=body)).json()
     (call,) = first["output"]
     question = (await client.get(f"{URL}/{first['id']}/input_items")).json()["data"][0]
@@ -753,5 +753,5 @@ async def test_hints_are_accepted(make_http, subtests):
         {"input": [{"role": "assistant", "content": None}, {"role": "user", "content": "x"}]},
     ):
         with subtests.test(fields=fields):
-            reply = await client.post(URL, json={**ASKED, **fields})
+            reply = await client.post(URL, json={**REQUEST, **fields})
             assert reply.status_code == 200, reply.json()

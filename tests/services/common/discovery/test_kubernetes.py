@@ -195,10 +195,10 @@ def test_the_last_view_is_kept(api: FakeKubernetes, pods: FakeEndpoints, find: F
     pods.add("10.0.0.1", ready=True)
     discovery = find()
     says(discovery, "10.0.0.1")
-    asked = len(api.requests)
+    request = len(api.requests)
     api.answers.extend([(500, {})] * 3)
     api.break_watches()
-    wait_until(lambda: len(api.requests) >= asked + 2)
+    wait_until(lambda: len(api.requests) >= request + 2)
     assert found(discovery) == ["10.0.0.1:50050"]
     api.stop()
     assert found(discovery) == ["10.0.0.1:50050"]
@@ -224,8 +224,8 @@ def test_a_rotated_token(api: FakeKubernetes, pods: FakeEndpoints, find: Find) -
     says(discovery)
     api.rotate_token(written=False)
     api.break_watches()
-    asked = len(api.requests)
-    wait_until(lambda: len(api.requests) >= asked + 2)
+    request = len(api.requests)
+    wait_until(lambda: len(api.requests) >= request + 2)
     pods.add("10.0.0.1", ready=True)
     api.write_token()
     says(discovery, "10.0.0.1")
@@ -270,7 +270,7 @@ def test_endless_refusals_are_retried_at_a_bounded_pace(
 ) -> None:
     refusals = 2000
 
-    def refuse(*asked: object) -> None:
+    def refuse(*request: object) -> None:
         raise ApiServerError(500, "no leader")
 
     monkeypatch.setattr(kubernetes.ApiServer, "get", refuse)

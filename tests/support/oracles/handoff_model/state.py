@@ -316,15 +316,15 @@ class World:
             a.computed, a.next, a.resent = 0, -1, False
             if a.prefill_end in (End.BROKEN, End.UP):
                 a.prefill_end = End.CLOSED
-        asked = current or any(
+        request = current or any(
             m != "cancel" for m in (*a.to_decode, *a.late)
         )  # a router may still ask decode for it
-        if not asked and not leases.live[a.lease]:
+        if not request and not leases.live[a.lease]:
             a.lease, a.last, a.evicted = 0, "", False
         if not a.lease:
-            a.alive, a.orphaned = a.alive and asked, ()
+            a.alive, a.orphaned = a.alive and request, ()
         busy = (
-            asked
+            request
             or a.from_decode or a.from_prefill
             or a.to_decode or a.late or a.to_prefill or a.claims or a.frames
             or a.lease or not handoffs.over[a.receive] or not handoffs.over[a.send]

@@ -23,10 +23,10 @@ def probes(manifests: list[Manifest]) -> Iterator[str]:
             ports = {p["name"]: p["containerPort"] for p in container.get("ports", [])}
             for name in PROBES:
                 probe = container.get(name, {})
-                asked = probe.get("grpc") or probe.get("httpGet") or probe.get("tcpSocket")
-                if not asked:
+                request = probe.get("grpc") or probe.get("httpGet") or probe.get("tcpSocket")
+                if not request:
                     yield f"{workload.name} has no {name}"
-                elif asked["port"] not in (*ports, *ports.values()):
+                elif request["port"] not in (*ports, *ports.values()):
                     yield f"{name} of {workload.name} asks a port that it does not have"
 
 
@@ -93,8 +93,8 @@ def sizes(manifests: list[Manifest]) -> Iterator[str]:
                 container.get("resources", {}),
                 f"{container['name']} of {workload.name}",
             )
-            asked, most = resources.get("requests", {}), resources.get("limits", {})
-            for name in sorted({"cpu", "memory", "ephemeral-storage"} - asked.keys()):
+            request, most = resources.get("requests", {}), resources.get("limits", {})
+            for name in sorted({"cpu", "memory", "ephemeral-storage"} - request.keys()):
                 yield f"{what} asks for no {name}"
             for name in sorted({"memory", "ephemeral-storage"} - most.keys()):
                 yield f"{what} has no limit of {name}"

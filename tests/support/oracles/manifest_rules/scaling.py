@@ -77,18 +77,18 @@ def metrics(manifests: list[Manifest]) -> Iterator[str]:
             if trigger["type"] != "prometheus":
                 yield f"{what} is of another type"
                 continue
-            asked = trigger["metadata"]
-            if unknown := asked.keys() - WORDS:
+            request = trigger["metadata"]
+            if unknown := request.keys() - WORDS:
                 yield f"{what} has unknown words: {', '.join(sorted(unknown))}"
-            if missing := NEEDED - asked.keys():
+            if missing := NEEDED - request.keys():
                 yield f"{what} lacks {', '.join(sorted(missing))}"
                 continue
-            if asked.get("ignoreNullValues") != "false":
+            if request.get("ignoreNullValues") != "false":
                 yield f"{what} takes a Prometheus without figures for idleness"
             if trigger.get("metricType") not in ("Value", "AverageValue"):
                 yield f"{what} does not say whether it is a ratio or a sum"
             try:
-                found = list(selectors(promql_parser.parse(asked["query"])))
+                found = list(selectors(promql_parser.parse(request["query"])))
             except ValueError as error:
                 yield f"{what} is no query: {error}"
                 continue
