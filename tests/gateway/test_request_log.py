@@ -10,7 +10,7 @@ from pdserve.gateway.metrics import RequestLog, request_metrics
 
 
 @dataclass(frozen=True)
-class Asked:
+class FakeMeter:
     """A meter with a tenant, a name and ids."""
 
     tenant: bytes
@@ -20,13 +20,13 @@ class Asked:
     def ids(self) -> tuple[str, ...]:
         return (self.name,)
 
-    def state(self) -> "Asked":
+    def state(self) -> "FakeMeter":
         return self
 
 
 def end(log: RequestLog, tenant: bytes, *names: str) -> None:
     for name in names:
-        meter: Any = Asked(tenant, name)
+        meter: Any = FakeMeter(tenant, name)
         log.began(meter)
         log.ended(meter)
 
@@ -60,6 +60,6 @@ def test_evicted_keys_leave_nothing_behind(
 def test_an_open_request_is_found_before_a_completed_one_of_the_same_id() -> None:
     log = RequestLog()
     end(log, b"a", "same")
-    later: Any = Asked(b"a", "same")
+    later: Any = FakeMeter(b"a", "same")
     log.began(later)
     assert log.find(b"a", "same") is later

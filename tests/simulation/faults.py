@@ -22,7 +22,7 @@ from pdserve.services.router.fleet.fleet import SILENCE_S
 from simulation.clock import Process, State
 from simulation.cluster import Cluster
 from simulation.network import Message
-from simulation.phases import REQUESTED, PHASES, PhaseWatch
+from simulation.phases import PHASES, REQUESTED, PhaseWatch
 from simulation.scenario import Fault
 
 ROLES = ("gateway", "router", "prefill", "decode")

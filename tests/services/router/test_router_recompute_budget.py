@@ -14,7 +14,7 @@ from pdserve.services.router.placement.waiting import SHARE
 
 
 @dataclass(eq=False)
-class Asked:
+class FakeRequest:
     ordinal: int
     pool: tuple[str, str] = ("m", "")
     tenant: bytes = b""
@@ -28,16 +28,16 @@ def test_at_most_a_share_of_the_running_requests_moves_at_once() -> None:
     waited = 0
     for seed in range(200):
         rng = Random(seed)
-        budget: RecomputeBudget[Asked] = RecomputeBudget()
-        waiting: WaitingQueue[Asked] = WaitingQueue()
-        requests = [Asked(n) for n in range(rng.randrange(1, 60))]
+        budget: RecomputeBudget[FakeRequest] = RecomputeBudget()
+        waiting: WaitingQueue[FakeRequest] = WaitingQueue()
+        requests = [FakeRequest(n) for n in range(rng.randrange(1, 60))]
         for request in requests:
             budget.runs(request)
         lost = set(rng.sample(requests, rng.randrange(1, len(requests) + 1)))
         for request in rng.sample(sorted(lost, key=lambda r: r.ordinal), len(lost)):
             waiting.add(request, WaitReason.BUDGET, 0.0)
-        under_way: list[Asked] = []
-        begun: list[Asked] = []
+        under_way: list[FakeRequest] = []
+        begun: list[FakeRequest] = []
         alive = len(requests)
         while lost:
             for request in waiting.of(WaitReason.BUDGET):
