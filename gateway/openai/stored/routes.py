@@ -1,8 +1,8 @@
 """The routes that need a database: /v1/files, /v1/batches and /v1/usage. A key sees only its own
 data.
 
-Times of usage are seconds since the epoch. Sums are kept by the hour, so a bucket is an hour or a
-day (UTC).
+The times in usage reports are in seconds since the epoch. Usage is summed by the hour, so that a
+bucket of a report is one hour or one day (UTC).
 """
 
 import asyncio
@@ -67,7 +67,9 @@ from pdserve.services.common.fairness import FairShare
 def list_reply(
     rows: Sequence[Stored] | None, page: Page, as_object: Callable[[Stored], dict[str, Any]]
 ) -> Response:
-    """Return a page of `rows` (see `rows_of`). Raises ServiceError without a row to begin after."""
+    """Return one page of a list as a response. `rows` has one row more than the page if further
+    pages follow; None means that the object `page.after` does not exist, for which ServiceError is
+    raised."""
     if rows is None:
         raise refuse("after", f"after: {quoted(page.after)} does not exist")
     data = [as_object(row) for row in rows[: page.limit]]
@@ -76,7 +78,8 @@ def list_reply(
 
 
 def not_found(api: HttpApi, kind: str, object_id: str) -> Response:
-    """Return the error for an id that does not exist, or is another key's."""
+    """Return the error response 404 for an object that does not exist or belongs to another key;
+    `kind` is its type, such as file."""
     error = HttpError(404, f"no such {kind}: {quoted(object_id)}", "not_found", param="id")
     return error_response(api, error)
 
@@ -88,7 +91,7 @@ MAX_LISTED_FILES = 1000
 
 
 class _Bytes(Response):
-    """A response of bytes; its class tells the API description the media type."""
+    """Response class of file downloads, which gives the media type for the OpenAPI document."""
 
     media_type = "application/octet-stream"  # no browser runs it, whatever its content
 
@@ -145,7 +148,8 @@ def _tenant(request: Request) -> str:
 
 
 async def _store(files: Files, tenant: str, form: FileForm) -> StoredFile:
-    """Store a form's file. Raises ServiceError and HTTPException; an error leaves nothing."""
+    """Receive the file of a form and store it. Raises ServiceError or HTTPException; then nothing
+    remains stored."""
     file_id = await files.begin(tenant)
     try:
         number = 0
@@ -165,7 +169,8 @@ async def _store(files: Files, tenant: str, form: FileForm) -> StoredFile:
 
 
 def _check_form(fields: dict[str, str]) -> None:
-    """Check the fields received so far; they may precede the file. Raises ServiceError."""
+    """Check the form fields that have been received so far: the purpose must be `batch`, and there
+    must be no other field. Raises ServiceError."""
     for name, value in fields.items():
         if name != "purpose":
             raise refuse(name, f"{quoted(name)} is not supported by this server")
@@ -219,7 +224,8 @@ class BatchBody(Body):
 def add_batch_routes(
     app: APIRouter, api: HttpApi, batches: Batches, bodies: BodyReader, wake: Callable[[], None]
 ) -> None:
-    """Add the routes; `wake` is called when there is work for the runner."""
+    """Add the routes of /v1/batches. `wake` is called after a batch is created or cancelled, so
+    that the batch runner looks for work."""
 
     @app.post("/v1/batches", **describe(BatchBody, response=BatchObject))
     async def create(request: Request) -> Response:
@@ -315,8 +321,9 @@ def add_usage_routes(app: APIRouter, errors: ErrorFormat, usage: UsageLog) -> No
 
 
 async def usage_page(usage: UsageLog, tenant: str, query: UsageQuery, limit_s: int) -> JsonPieces:
-    """Return the JSON text of a page, made piece by piece, since all of its results at once would
-    block the loop. Raises ServiceError."""
+    """Return the JSON text of one page of a usage report. `limit_s` is the time at which the last
+    page ends. Results are converted in small pieces, since all at once would block the event loop.
+    Raises ServiceError."""
     rows = await usage.report(tenant, query, MAX_RESULTS + 1)
     if len(rows) > MAX_RESULTS:
         text = f"a page would have more than {MAX_RESULTS} results; lower the limit"
@@ -349,8 +356,8 @@ async def usage_page(usage: UsageLog, tenant: str, query: UsageQuery, limit_s: i
 
 
 def _query(params: QueryParams, now: int) -> tuple[UsageQuery, int]:
-    """Return the query of one page of a report, and the time at which the last page ends. Raises
-    ServiceError for a wrong parameter."""
+    """Parse the URL parameters of a usage report. Returns the query of the requested page, and the
+    time at which the last page ends. Raises ServiceError for an invalid parameter."""
     params = QueryParams([(n.removesuffix("[]"), v) for n, v in params.multi_items()])
     for name in params:
         if name not in KNOWN:
@@ -389,7 +396,8 @@ def _query(params: QueryParams, now: int) -> tuple[UsageQuery, int]:
 
 
 def _result(row: Any, group_by: tuple[str, ...]) -> dict[str, Any]:
-    """Return one sum; dimensions not grouped by are null."""
+    """Convert a row of sums to a result of a usage report. Dimensions (model, key, session) that
+    are not in `group_by` are null."""
     groups = {n: getattr(row, c) if c in group_by else None for n, c in GROUPS.items()}
     return {
         "object": "usage.result",
