@@ -361,8 +361,8 @@ class _Turns:
 
     def _turn(self, open_to: tuple[str, ...]) -> dict[str, Any]:
         """Return the assistant's turn to which the next item is added: the turn whose calls wait
-        for outputs; otherwise the last turn if its content and calls, besides notes, are only among
-        the fields `open_to`; otherwise a new turn."""
+        for outputs; otherwise the last turn, if it has nothing (apart from notes) outside the
+        fields `open_to`; otherwise a new turn."""
         if self._unanswered:
             return self._calling
         last_turn = self.messages[-1] if self.messages else {}
