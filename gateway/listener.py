@@ -117,7 +117,7 @@ def _remove_stale(path: str) -> None:
         except ConnectionRefusedError:
             os.unlink(path)
             return
-    raise FileExistsError(0, "another server is listening there")
+    raise FileExistsError(0, "another server listens on this path")
 
 
 UNREADY = 1 << 20  # more than a process can hold: the others go first

@@ -47,7 +47,8 @@ class MessagesErrorDetail(ResponseModel):
 
 
 class MessagesError(ResponseModel):
-    """The body of every error, and the data of the last event of a stream that fails."""
+    """The JSON body of every error response, and the data of the last event of a stream that ends
+    with an error."""
 
     type: Literal["error"]
     error: MessagesErrorDetail
@@ -131,7 +132,7 @@ class BlockDelta(ResponseModel):
 
 
 class MessageEvent(ResponseModel):
-    """An event of a streamed message; its fields depend on its type."""
+    """One event of a streamed message; its fields depend on its type."""
 
     type: Literal[
         "message_start",

@@ -197,7 +197,7 @@ def conversation(
             turns.add_user(blocks)
     log_unsupported(Handling.DROPPED, "blocks", turns.dropped)
     if len(turns.turns) == num_rules:
-        raise refuse("messages", "messages have no content")
+        raise refuse("messages", "messages: at least one message must have content")
     return turns.turns
 
 

@@ -147,7 +147,8 @@ class TurnConfig(OutputConfig):
 
 
 class MessageTurn(StrictModel):
-    """One message of the conversation."""
+    """One message of the conversation: its role and content and, in system messages, settings for
+    the turns after it."""
 
     role: Literal[*ROLES]  # type: ignore[valid-type]
     content: TextOrObjects | None = None
@@ -316,7 +317,9 @@ def _parse_tools(values: list[dict[str, Any]] | tuple[()]) -> list[Tool]:
             raise refuse(f"{path}.type", f"{path}.type: {text}")
         tool = parsed(AnthropicTool, value, path)
         if tool.name in tools:
-            raise refuse(f"{path}.name", f"{path}.name: two tools are called {quoted(tool.name)}")
+            raise refuse(
+                f"{path}.name", f"{path}.name: two tools have the name {quoted(tool.name)}"
+            )
         tools[tool.name] = tool.as_tool(index)
     log_unsupported(Handling.LEFT_OUT, "tools", left_out)
     parsed_tools = list(tools.values())

@@ -97,11 +97,11 @@ def add_operations(
 
     @app.get("/metrics", response_class=PlainTextResponse, openapi_extra=_FLEET)
     async def metrics(request: Request) -> Response:
-        """Export the gateway's metrics in Prometheus' text format; with `fleet=true`, also those of
-        the whole fleet. The default of `fleet` is --fleet-metrics."""
+        """Export the gateway's metrics in Prometheus' text format; with `fleet=true`, also the
+        metrics of the whole fleet. The option --fleet-metrics sets the default of `fleet`."""
         fleet = request.query_params.get("fleet", _YES_OR_NO[not fleet_metrics])
         if fleet not in _YES_OR_NO:
-            raise refuse("fleet", "fleet must be true or false")
+            raise refuse("fleet", "the URL parameter fleet must be true or false")
         async with scraping.turn(caller_of(request).tenant.id):
             page = await _metrics_page(service, fleet == "true")
             await asyncio.sleep(SCRAPE_PAUSE_S)
@@ -142,8 +142,8 @@ class TraceAttempt(ResponseModel):
 
 class RequestTrace(ResponseModel):
     """The phases of one request. The phases before `decode` add up to `time_to_first_token_ms`,
-    which counts from the arrival of the request's headers. A running request lacks the phases that
-    are not known yet. `finish_reason` may be an error code."""
+    which counts from the arrival of the request's headers. While the request runs, phases that are
+    not known yet are missing. `finish_reason` may be an error code."""
 
     id: str
     object: Literal["trace"] = "trace"
@@ -170,7 +170,8 @@ class FoundTrace(BaseModel):
 
 
 def add_traces(app: FastAPI, service: Service, apis: Sequence[HttpApi]) -> None:
-    """Add GET /v1/traces/{request_id}, which also queries the other gateway processes."""
+    """Add the route GET /v1/traces/{request_id}, which also queries the other gateway processes at
+    the same port."""
 
     def local_trace(tenant: bytes, request_id: str) -> FoundTrace | None:
         state = service.requests.find(tenant, request_id)
@@ -186,8 +187,8 @@ def add_traces(app: FastAPI, service: Service, apis: Sequence[HttpApi]) -> None:
 
     @app.get("/v1/traces/{request_id:path}", **describe(response=RequestTrace))
     async def trace(request_id: str, request: Request) -> Response:
-        """Get the time that each phase of a recent request of this key took. `request_id` is the
-        answer's `x-request-id` header, or its `id`."""
+        """Get the duration of each phase of a recent request of this key. `request_id` is the
+        response header `x-request-id`, or the `id` of the answer."""
         tenant = caller_of(request).tenant.id
         others = await service.processes.query("trace", tenant, request_id)
         traces = [local_trace(tenant, request_id), *map(FoundTrace.model_validate_json, others)]
@@ -280,7 +281,9 @@ def create_app(
     paths = [path for api in apis for path in api.paths]
     paths += [route.path for route in app.routes if isinstance(route, Route)]
     if root_path and any(f"{path}/".startswith(f"{root_path}/") for path in paths):
-        raise ValueError(f"--root-path: {root_path} is a prefix of the server's own routes")
+        raise ValueError(
+            f"--root-path: {root_path} is a prefix of the server's own routes; choose another"
+        )
     open_routes = ["/health", "/ready", *open_paths, *(["/metrics"] if open_metrics else [])]
     guard = _normalize(Guard(app, keys, open_routes, apis, local, allowed_origins), root_path)
     if not allowed_origins:

@@ -130,7 +130,7 @@ def num_values(data: bytes | bytearray) -> int:
     INVALID_ARGUMENT if it exceeds MAX_VALUES."""
     count = sum(data.count(mark) for mark in b",:[{")
     if count > MAX_VALUES:
-        raise ServiceError(INVALID_ARGUMENT, f"the body has more than {MAX_VALUES} values")
+        raise ServiceError(INVALID_ARGUMENT, f"the body has more than {MAX_VALUES} values and keys")
     return count
 
 
@@ -214,7 +214,10 @@ class FileForm:
                 async with asyncio.timeout_at(deadline):
                     chunk = await anext(chunks, None)
             except TimeoutError:
-                raise HTTPException(408, "the file is uploaded too slowly") from None
+                raise HTTPException(
+                    408,
+                    f"the upload took over {self._timeout_s:g} s plus 1 s for each {PACE} bytes",
+                ) from None
             except ClientDisconnect:
                 raise ServiceError(CANCELLED, "the client closed the connection") from None
             if chunk is None:
@@ -252,7 +255,9 @@ class FileForm:
         part.read_head()
         if part.name in self._names:
             raise ServiceError(
-                INVALID_ARGUMENT, f"{quoted(part.name)} occurs more than once", part.name
+                INVALID_ARGUMENT,
+                f"the form field {quoted(part.name)} occurs more than once",
+                part.name,
             )
         self._names.add(part.name)
         if part.name == FILE:
@@ -269,7 +274,9 @@ class FileForm:
         if len(self._part.value) > MAX_FIELD_BYTES:
             name = self._part.name
             raise ServiceError(
-                INVALID_ARGUMENT, f"the value of {quoted(name)} is too long", param=name
+                INVALID_ARGUMENT,
+                f"the form field {quoted(name)} is longer than {MAX_FIELD_BYTES} bytes",
+                param=name,
             )
 
     def _end_part(self) -> None:
@@ -319,7 +326,9 @@ class _Part:
     def _count(self, data: bytes) -> None:
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES:
-            raise _invalid_form("the headers of a form part are too long")
+            raise _invalid_form(
+                f"the headers of a form part are longer than {MAX_HEAD_BYTES} bytes"
+            )
 
 
 def _printable(data: bytes) -> str:

@@ -171,7 +171,7 @@ def _phrase(status: int) -> str:
 def _add(models: dict[str, Any], schemas: dict[str, Any]) -> None:
     for name, schema in schemas.items():
         if models.setdefault(name, schema) != schema:
-            raise ValueError(f"two models of the API description are named {name}")
+            raise ValueError(f"two different models of the OpenAPI document are named {name}")
 
 
 def _ref(model: Model, models: dict[str, Any]) -> dict[str, Any]:

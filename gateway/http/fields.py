@@ -268,7 +268,7 @@ def log_unsupported(handling: Handling, subject: str, kinds: Iterable[str]) -> N
     nothing without `kinds`."""
     if names := sorted(set(kinds)):
         log.info(
-            "a request has unsupported entries, %s: %s",
+            "a request has unsupported fields or entries, which are %s: %s",
             handling.value,
             cut(f"{subject} {', '.join(map(repr, names))}", MAX_QUOTED),
         )

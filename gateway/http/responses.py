@@ -155,7 +155,7 @@ def _public(error: Exception, scope: Scope) -> HttpError:
     caller = scope.get("state", {}).get("caller")
     if not isinstance(error, ServiceError):
         request = {"request": caller.request_id if caller else ""}
-        log.error("a request failed", exc_info=error, extra=request)
+        log.error("a request failed with an unexpected exception", exc_info=error, extra=request)
     return replace(HttpError.of(error), request_id=caller.shown_id if caller else "")
 
 
@@ -253,7 +253,10 @@ class PieceStream(Response):
                 sending.result()
                 return
         except ServiceError as error:
-            log.warning("closing a connection: cannot send the file: %s", error.message)
+            log.warning(
+                "closing the connection of a download: cannot read the rest of the file: %s",
+                error.message,
+            )
         finally:
             await _cancel(watching, sending)
         await _drop_connection(scope)

@@ -111,7 +111,7 @@ def thinking_budget(bounds: Mapping[str, int]) -> dict[str, Any]:
     fields set one."""
     names = list(bounds)
     if len(names) > 1:
-        raise refuse(names[1], f"give either {names[0]} or {names[1]}")
+        raise refuse(names[1], f"set either {names[0]} or {names[1]}, not both")
     if not names or bounds[names[0]] == -1:
         return {}
     return {"thinking_budget": bounds[names[0]], "thinking_budget_field": names[0]}

@@ -211,7 +211,7 @@ def parse_body(
     INVALID_ARGUMENT that names the first wrong field.
     """
     if len(body) > MAX_FIELDS:
-        raise refuse("", f"the body has {len(body)} fields, at most {MAX_FIELDS}")
+        raise refuse("", f"the body has {len(body)} fields; the limit is {MAX_FIELDS}")
     for name, value in body.items():
         if name in kind.model_fields or name in ignored or name not in refused:
             continue
@@ -225,7 +225,7 @@ def parse_body(
     unknown = set(body) - kind.model_fields.keys() - {*ignored, *refused, *left_out}
     if unknown:
         names = ", ".join(repr(name[:40]) for name in sorted(unknown)[:MAX_LOGGED_NAMES])
-        log.debug("ignored %d unknown fields: %s", len(unknown), names)
+        log.debug("ignored %d unknown fields of a request: %s", len(unknown), names)
     return model
 
 

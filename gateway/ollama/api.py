@@ -28,7 +28,8 @@ from pdserve.gateway.service import Service
 
 
 class OllamaError(ResponseModel):
-    """The body of every error, and the last line of a stream that fails."""
+    """The JSON body of every error response, and the last line of a stream that ends with an
+    error."""
 
     error: str
 
@@ -70,13 +71,13 @@ class OllamaProgress(ResponseModel):
 
 
 class OllamaChat(OllamaProgress):
-    """The answer of /api/chat, or a line of a streamed one."""
+    """The answer of /api/chat, or one line of its stream."""
 
     message: OllamaAnswerMessage
 
 
 class OllamaGenerated(OllamaProgress):
-    """The answer of /api/generate, or a line of a streamed one."""
+    """The answer of /api/generate, or one line of its stream."""
 
     response: str
     thinking: str | None = None
@@ -192,8 +193,8 @@ class OllamaApi(HttpApi):
             **describe(OllamaChatBody, response=OllamaChat, event=OllamaChat, stream=LINES),
         )
         async def chat(request: Request) -> Response:
-            """Generate the next message of a conversation; a request without messages only checks
-            that the model is ready."""
+            """Generate the next message of a conversation. A request without messages generates
+            nothing; clients send it to load the model."""
             return self._answer(await self._read(request, OllamaChatBody), request)
 
         @app.post(
@@ -203,8 +204,8 @@ class OllamaApi(HttpApi):
             ),
         )
         async def generate(request: Request) -> Response:
-            """Answer one message, or continue a raw text; a request without a prompt only checks
-            that the model is ready."""
+            """Answer one message, or continue a raw text. A request without a prompt generates
+            nothing; clients send it to load the model."""
             return self._answer(await self._read(request, OllamaGenerateBody), request)
 
         @app.post("/api/embed", **describe(OllamaEmbedBody, response=OllamaVectors))
@@ -232,7 +233,7 @@ class OllamaApi(HttpApi):
 
         @app.get("/api/ps", **describe(response=OllamaProcesses))
         async def ps() -> Response:
-            """List the loaded models; every served model is loaded."""
+            """List the loaded models, which are all served models."""
             return JSONResponse(await processes(service))
 
         @app.get("/api/version", **describe(response=OllamaVersion))

@@ -269,7 +269,7 @@ def check_prompt_logprobs(prompts: Sequence[Prompt], n: int, num_top: int, param
     entries = n * (1 + num_top) * sum(len(prompt.ids) for prompt in prompts)
     if entries > MAX_LOGPROBS:
         text = f"{param}: the prompts need {entries} log-probabilities for {n} choices"
-        raise refuse(param, f"{text}; an answer can have at most {MAX_LOGPROBS}")
+        raise refuse(param, f"{text}; an answer can have at most {MAX_LOGPROBS} log-probabilities")
 
 
 class TextChunk:

@@ -20,7 +20,8 @@ class ErrorDetail(ResponseModel):
 
 
 class ErrorObject(ResponseModel):
-    """The body of every error, and the last event of a stream that fails."""
+    """The JSON body of every error response, and the data of the last event of a stream that ends
+    with an error."""
 
     error: ErrorDetail
 
@@ -200,7 +201,7 @@ class ChunkChoice(ResponseModel):
 
 
 class ChatCompletionChunk(ResponseModel):
-    """An event of a streamed chat completion."""
+    """One event of a streamed chat completion."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -538,8 +539,8 @@ class ResponseObject(ResponseModel):
 
 
 class ResponseEvent(ResponseModel):
-    """An event of a streamed response; its fields depend on its type. The last event is
-    response.completed, response.incomplete or response.failed."""
+    """One event of a streamed response of /v1/responses; its fields depend on its type. The last
+    event is response.completed, response.incomplete or response.failed."""
 
     type: str
     sequence_number: int

@@ -222,7 +222,7 @@ def add_server_routes(
 
     @app.get("/slots", **describe(response=Slots, query=SlotsQuery))
     async def slots(request: Request) -> Response:
-        """List the open requests of this key."""
+        """List the open requests of the client's key, in llama.cpp's format."""
         tenant = caller_of(request).tenant.id
         if request.query_params.get("fail_on_no_slot") == "1":
             _check_room(service, tenant)
@@ -235,18 +235,18 @@ def add_server_routes(
 
     @app.get("/load", **describe(response=ServerLoad))
     async def load(request: Request) -> Response:
-        """Count the open requests of all keys."""
+        """Count the open requests of all keys, as in vLLM."""
         others = await service.processes.query("load", caller_of(request).tenant.id)
         return JSONResponse({"server_load": _num_open(service) + sum(map(from_json, others))})
 
     @app.get("/tokenizer_info", **describe(response=TokenizerInfo, query=ModelQuery))
     async def tokenizer_info(request: Request) -> Response:
-        """Describe a model's tokenizer."""
+        """Get the properties of a model's tokenizer and its chat template, as in vLLM."""
         return JSONResponse(await _tokenizer_info(service, request.query_params.get("model", "")))
 
     @app.post("/apply-template", **describe(TemplateBody, response=AppliedTemplate))
     async def apply_template(request: Request) -> Response:
-        """Render the prompt of a chat without running the model."""
+        """Return the prompt that a chat would have, without running the model."""
         body = await bodies.read(request, partial(parse, TemplateBody))
         return Reply(_applied(service, body, caller_of(request)), errors)
 

@@ -63,8 +63,8 @@ async def judging_ids(
 ) -> list[JudgingIds]:
     """Return the token ids of a reranker's prompt for each pair of query and document.
     `kept_tokens` is the maximum length of a prompt, beyond which the end of its text is cut; -1
-    stands for the model's context, None cuts nothing. Raises ServiceError that names the field
-    `param`."""
+    means the length of the model's context, None cuts nothing. Raises ServiceError that names the
+    field `param`."""
 
     async def ids(text: str, *, special: bool) -> "array[int]":
         token_ids = await service.texts.text_ids(
@@ -142,7 +142,9 @@ async def score(service: Service, request: ScoreRequest, caller: Caller) -> Scor
     async def tokenized(model: ServedModel) -> Sequence[Collection[int]]:
         if model.card.pooling:
             if request.instruction is not None:
-                raise refuse("instruction", "instruction: an embedding model does not support one")
+                raise refuse(
+                    "instruction", "instruction: embedding models do not support an instruction"
+                )
             texts = ((request.queries, query_field), (request.documents, document_field))
             return [
                 ids

@@ -161,7 +161,8 @@ class FleetWorker(ResponseModel):
 
 
 class FleetCounters(ResponseModel):
-    """Counters of the router since its start; with --join-routers, the sums of all routers."""
+    """Counters of prefills, retries and moves of requests since the router's start; with
+    --join-routers, the sums over all routers."""
 
     prefill_local: int
     prefill_remote: int

@@ -102,7 +102,7 @@ class BatchedWrites:
             try:
                 self.flush(transport)
             except Exception:  # only this connection fails
-                log.exception("cannot write to a connection")
+                log.exception("closing an HTTP connection: cannot write to it")
                 transport.abort()
 
 

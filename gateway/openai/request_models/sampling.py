@@ -227,7 +227,7 @@ class StructureFields(Body):
         structures = list(self._structures())
         if len(structures) > 1:
             first, second = structures[0].param, structures[1].param
-            raise refuse(second, f"give either {first} or {second}")
+            raise refuse(second, f"set either {first} or {second}, not both")
         return structures[0] if structures else None
 
     def _structures(self) -> Iterator[Structure]:
@@ -349,11 +349,13 @@ class Sampling(StructureFields, OwnedBody):
         if self.stream_options is not None and not self.stream:
             raise refuse("stream_options", "stream_options needs stream: true")
         if self.prompt_logprobs is not None and self.stream:
-            raise refuse("prompt_logprobs", "prompt_logprobs cannot be streamed")
+            raise refuse("prompt_logprobs", "prompt_logprobs cannot be combined with stream: true")
         values = {name: getattr(self, name) for name in _SAME_NAMES}
         if self.repeat_penalty is not None:
             if self.repetition_penalty not in (None, self.repeat_penalty):
-                raise refuse("repeat_penalty", "give either repetition_penalty or repeat_penalty")
+                raise refuse(
+                    "repeat_penalty", "set either repetition_penalty or repeat_penalty, not both"
+                )
             values["repetition_penalty"] = self.repeat_penalty
             values["repetition_penalty_field"] = "repeat_penalty"
         penalties = {name: values[name] for name in PENALTIES if values[name] is not None}

@@ -394,7 +394,7 @@ class CompletionBody(Sampling):
         """Return the prompts, as texts or token ids. Raises ServiceError unless exactly one of
         `prompt` and `prompt_token_ids` is set."""
         if self.prompt is not None and self.prompt_token_ids is not None:
-            raise refuse("prompt_token_ids", "give either prompt or prompt_token_ids")
+            raise refuse("prompt_token_ids", "set either prompt or prompt_token_ids, not both")
         prompts: list[str] | list[list[int]] | None = getattr(self, self.prompt_field)
         if prompts is None:
             raise refuse("prompt", "prompt is required")
@@ -409,7 +409,7 @@ class CompletionBody(Sampling):
         other."""
         n = 1 if self.n is None else self.n
         if self.stream and self.best_of is not None and self.best_of > n:
-            raise refuse("best_of", "best_of cannot be streamed")
+            raise refuse("best_of", "best_of must not be greater than n with stream: true")
         return RequestedSampling(
             **self._shared(),
             max_tokens=1 if self.echo_only else self.max_tokens,
@@ -462,7 +462,7 @@ def parse_tokenize(body: Mapping[str, Any]) -> TokenizeBody | TokenizeChatBody:
     """Validate a body of /tokenize, which has either a prompt or messages. Raises ServiceError
     INVALID_ARGUMENT."""
     if (body.get("prompt") is None) == (body.get("messages") is None):
-        raise refuse("prompt", "give either prompt or messages")
+        raise refuse("prompt", "set exactly one of prompt and messages")
     if body.get("messages") is None:
         return parse(TokenizeBody, body)
     return parse(TokenizeChatBody, body)

@@ -327,7 +327,7 @@ def _named(value: Any, names: Collection[str], path: str) -> str:
     function = value.get(kind, value) if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise refuse(path, f"{path} must name a function")
+        raise refuse(path, f"{path} must contain the name of a tool")
     if name not in names:
         raise refuse(f"{path}.function.name", f"{path}: no tool has the name {quoted(name)}")
     return name

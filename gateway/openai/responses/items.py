@@ -234,7 +234,7 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
                     continue
                 if item["call_id"] not in call_ids:
                     text = f"no earlier call has the call_id {quoted(item['call_id'])}"
-                    raise refuse("input", f"input: a {kind}: {text}")
+                    raise refuse("input", f"input: an item of type {kind}: {text}")
                 turns.answer(item)
             case kind:
                 entry_type = ITEMS.get(kind, UNKNOWN_ITEM)

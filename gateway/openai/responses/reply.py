@@ -322,7 +322,8 @@ def add_response_routes(
         "/v1/responses", **describe(ResponsesBody, response=ResponseObject, event=ResponseEvent)
     )
     async def create(request: Request) -> Response:
-        """Generate a response to a conversation; the server may store it."""
+        """Generate a response to a conversation, and store it if the server stores responses,
+        unless `store` is false."""
         body = await bodies.read(request, partial(parse, ResponsesBody))
         reply = ResponseReply(service, body, caller_of(request), bodies, store)
         if body.stream:
@@ -331,7 +332,7 @@ def add_response_routes(
 
     @app.post("/v1/responses/input_tokens", **describe(InputTokensBody, response=InputTokens))
     async def input_tokens(request: Request) -> Response:
-        """Count the tokens of a response's prompt."""
+        """Count the tokens of the prompt that a request to /v1/responses would have."""
         body = await bodies.read(request, partial(parse, InputTokensBody))
         counting = count_input_tokens(service, body, caller_of(request), bodies, store)
         return Reply(counting, errors)

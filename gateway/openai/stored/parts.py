@@ -149,7 +149,7 @@ class StoredParts:
             async with asyncio.timeout(FLUSH_S):
                 await self.usage.flush()
         except (ServiceError, TimeoutError):
-            log.warning("the usage of the last few seconds was not recorded")
+            log.warning("the usage of the last seconds is lost: the database did not record it")
         await self._db.close()
 
 

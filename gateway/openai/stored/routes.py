@@ -71,7 +71,7 @@ def list_reply(
     pages follow; None means that the object `page.after` does not exist, for which ServiceError is
     raised."""
     if rows is None:
-        raise refuse("after", f"after: {quoted(page.after)} does not exist")
+        raise refuse("after", f"after: the object {quoted(page.after)} does not exist")
     data = [as_object(row) for row in rows[: page.limit]]
     page_json = to_json(list_page(data, has_more=len(rows) > page.limit))
     return Response(page_json, media_type="application/json")
@@ -101,7 +101,7 @@ def add_file_routes(app: APIRouter, api: HttpApi, files: Files, limits: HttpLimi
 
     @app.post("/v1/files", **describe(form=FileUpload, response=FileObject))
     async def upload(request: Request) -> Response:
-        """Upload a file with the requests of a batch."""
+        """Upload a file with requests for a batch."""
         form = FileForm(request, files.limits.max_file_bytes, limits.body_timeout_s)
         owner = caller_of(request).tenant.id
         with uploads.holding(owner, 1, "uploads"):
@@ -118,7 +118,7 @@ def add_file_routes(app: APIRouter, api: HttpApi, files: Files, limits: HttpLimi
 
     @app.get("/v1/files/{file_id}", **describe(response=FileObject))
     async def get_file(request: Request, file_id: str) -> Response:
-        """Get the properties of a file."""
+        """Get the properties of a file, such as its name and size."""
         file = await files.find(_tenant(request), file_id)
         if file is None:
             return not_found(api, "file", file_id)
@@ -229,7 +229,8 @@ def add_batch_routes(
 
     @app.post("/v1/batches", **describe(BatchBody, response=BatchObject))
     async def create(request: Request) -> Response:
-        """Create a batch from a file of requests. It runs while the server has free capacity."""
+        """Create a batch from an uploaded file of requests. The server runs it while it has free
+        capacity."""
         body = await bodies.read(request, partial(parse, BatchBody))
         mounted = {route.path for route in request.app.routes if isinstance(route, Route)}
         offered = [endpoint for endpoint in ENDPOINTS if endpoint in mounted]
@@ -254,7 +255,7 @@ def add_batch_routes(
 
     @app.get("/v1/batches/{batch_id}", **describe(response=BatchObject))
     async def get_batch(request: Request, batch_id: str) -> Response:
-        """Get a batch and its progress."""
+        """Get a batch: its status and the numbers of its completed and failed requests."""
         batch = await batches.find(_tenant(request), batch_id)
         if batch is None:
             return not_found(api, "batch", batch_id)
@@ -262,7 +263,7 @@ def add_batch_routes(
 
     @app.post("/v1/batches/{batch_id}/cancel", **describe(response=BatchObject))
     async def cancel(request: Request, batch_id: str) -> Response:
-        """Cancel a batch: no further request of it is started."""
+        """Cancel a batch: no further request of the batch is started."""
         batch = await batches.cancel(_tenant(request), batch_id)
         if batch is None:
             return not_found(api, "batch", batch_id)
@@ -315,7 +316,7 @@ MAX_TIME = 1 << 40
 def add_usage_routes(app: APIRouter, errors: ErrorFormat, usage: UsageLog) -> None:
     @app.get("/v1/usage", **describe(response=UsagePage, query=UsageReportQuery))
     async def report(request: Request) -> Response:
-        """Report the usage of this key by hour or day."""
+        """Report the requests and tokens of this key by hour or day."""
         query, limit_s = _query(request.query_params, int(time.time()))
         return Reply(usage_page(usage, caller_of(request).tenant.id.hex(), query, limit_s), errors)
 
@@ -380,7 +381,7 @@ def _query(params: QueryParams, now: int) -> tuple[UsageQuery, int]:
             raise refuse("group_by", f"group_by must be one of {', '.join(GROUPS)}")
     filters = [tuple(params.getlist(name)) for name in ("models", "session_ids")]
     if max(map(len, filters)) > MAX_NAMED:
-        raise refuse("models", f"at most {MAX_NAMED} models and session_ids")
+        raise refuse("models", f"models and session_ids may have at most {MAX_NAMED} values each")
     for name in ("models", "session_ids"):
         for value in params.getlist(name):
             check_text(value, name)
