@@ -135,7 +135,7 @@ class HttpLimits:
 
 class CodedError(ServiceError):
     """A ServiceError with an additional error code, `api_code`, that only one API defines, such as
-    OpenAI's `context_length_exceeded`."""
+    OpenAI's `previous_response_not_found`."""
 
     def __init__(self, code: ErrorCode, message: str, param: str, api_code: str) -> None:
         super().__init__(code, message, param)
@@ -189,7 +189,8 @@ class ErrorFormat(Protocol):
         ...
 
     def error_event(self, error: HttpError) -> Event:
-        """Return the error as the last event of a stream that it ends, framed for sending."""
+        """Return the bytes of a stream's last event, which reports the error that ended the
+        stream."""
         ...
 
 

@@ -162,8 +162,9 @@ class RequestTrace(ResponseModel):
 
 
 class FoundTrace(BaseModel):
-    """The trace of a request found in one gateway process; `arrived` is the time at which the
-    request arrived, by the clock of the process's host. The trace with the latest one is shown."""
+    """The trace of a request found in one gateway process. `arrived` is the time at which the
+    request arrived, by the clock of the process's host; of several traces, the latest is
+    returned."""
 
     arrived: float
     trace: RequestTrace

@@ -487,7 +487,7 @@ class _LongEvents:
 
 
 class _Joined(JsonPieces):
-    """Several events that are written together as one."""
+    """Several waiting events that are written together in one piece."""
 
     def __init__(self) -> None:
         super().__init__()

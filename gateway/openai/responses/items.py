@@ -127,7 +127,7 @@ class _Effort(StrictModel):
 
 
 class ConfigurationItem(StrictModel):
-    """An input item that changes the reasoning effort."""
+    """An input item that sets the reasoning effort; the last such item of the input applies."""
 
     reasoning: _Effort | None = None
     text: None = None  # not served
