@@ -3,8 +3,8 @@ types of a request's entries (roles, content parts, tools and input items).
 
 Every field that could change the response, and that some route serves, is in REFUSED_FIELDS: the
 other routes return an error for it instead of ignoring it. Each API has tables that say how each
-type of entry is handled; its code uses them, and docs/api.md is generated from them. The functions
-are pure except for logging.
+type of entry is handled; its code uses them, and docs/api.md is generated from them. Pure except
+for logging.
 """
 
 import logging
