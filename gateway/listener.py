@@ -1,13 +1,15 @@
-"""Sockets of the gateway, and the listener that accepts HTTP connections.
+"""Listening sockets of the gateway, and the listener that accepts its HTTP connections.
 
-The listener accepts connections until it is closed, despite any error. The process with the fewest
-connections accepts the next one, so that even a few long connections are spread. The counts are in
-memory shared through a file; each process writes only its own. One address may have half of all
-connections, others have shares of the rest (FairShare); excess connections are closed at once. An
-IPv6 network of 64 bits counts as one address, since it has one owner.
+The listener accepts connections until it is closed, and retries after any error. Among several
+gateway processes, the one with the fewest connections accepts the next, so that even a few long
+connections are spread evenly. The counts are in memory that the processes share through a file;
+each process writes only its own count. One client address may have half of all connections, and the
+other addresses share the rest (FairShare); excess connections are closed at once. An IPv6 network
+of 64 bits counts as one address, since it has one owner.
 
-Only processes of its user can open a gateway's Unix socket, and no browser can. The module imports
-no HTTP library: the parent of several gateway processes holds their ports with it.
+Only processes of the same user can open a gateway's Unix socket, and no browser can. This module
+imports no HTTP library, because the parent of several gateway processes, which holds their ports,
+uses it.
 """
 
 import asyncio
@@ -28,12 +30,12 @@ from pdserve.services.common.fairness import FairShare
 
 
 def host_port(host: str, port: int) -> str:
-    """Return host:port, with brackets around an IPv6 address."""
+    """Return `host:port`; an IPv6 address is put in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens. Raises OSError naming the address."""
+    """Return a TCP socket that listens on the address. Raises OSError that names the address."""
     sock = _bound(host, port, socket.SO_REUSEADDR)
     try:
         sock.listen()  # from here on connections wait until they are served
@@ -44,9 +46,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def hold_port(host: str, port: int) -> socket.socket:
-    """Return a socket that never listens; while it is open, several processes may listen at its
-    port together (SO_REUSEPORT). Raises OSError naming the address if another process holds it or
-    listens there."""
+    """Reserve a TCP port: return a bound socket that never listens. While it is open, several
+    processes may listen on the port together (SO_REUSEPORT). Raises OSError that names the address
+    if another process uses the port."""
     if port:
         listen(host, port).close()  # the one below would share it
     try:
@@ -74,10 +76,11 @@ def _cannot_listen(host: str, port: int, error: OSError) -> OSError:
 
 @contextlib.contextmanager
 def unix_listener(path: str) -> Iterator[socket.socket | None]:
-    """Yield a socket that listens at `path`, which is removed at the end; None for an empty path.
+    """Yield a Unix socket that listens at `path`; the path is removed at the end. Yields None if
+    `path` is empty.
 
-    Replaces a socket that a dead process has left there. Raises OSError naming the path if it is
-    another file, a server answers there, or the folder cannot be written.
+    Replaces the socket of a process that has ended. Raises OSError that names the path if the path
+    is another type of file, if a server still listens there, or if the folder is not writable.
     """
     if not path:
         yield None
@@ -114,7 +117,7 @@ def _remove_stale(path: str) -> None:
         except ConnectionRefusedError:
             os.unlink(path)
             return
-    raise FileExistsError(0, "another server is listening there")
+    raise FileExistsError(0, "another server listens on this path")
 
 
 UNREADY = 1 << 20  # more than a process can hold: the others go first
@@ -129,8 +132,9 @@ FULL_LOG_S = 10.0  # between log lines about missing room
 
 
 class ConnectionCounts:
-    """The connections of `num` gateway processes, as process `index` uses the counts in the file at
-    `path`; it is unready at first. Raises OSError."""
+    """The number of open connections of each of `num` gateway processes, in a file at `path` that
+    they share. `index` is the number of this process, which is not ready to accept at first. Raises
+    OSError."""
 
     def __init__(self, path: Path, index: int, num: int) -> None:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -143,33 +147,34 @@ class ConnectionCounts:
         self._all[index] = UNREADY
 
     def set_ready(self) -> None:
-        """Let the process accept connections from now on."""
+        """Mark this process as ready to accept connections."""
         self._all[self._index] -= UNREADY
 
     def set_unready(self) -> None:
-        """Let the process accept no more, although it still holds some."""
+        """Mark this process as not ready to accept connections; those it has open still count."""
         self._all[self._index] += UNREADY
 
     def add(self, num: int) -> None:
-        """Add `num` connections; `num` may be negative."""
+        """Add `num`, which may be negative, to the connection count of this process."""
         self._all[self._index] += num
 
     def fewer(self) -> dict[int, int]:
-        """Return the counts of the processes with fewer connections than this one, by index."""
+        """Return the processes with fewer connections than this one, as counts by process index."""
         own = self._all[self._index]
         return {index: count for index, count in enumerate(self._all) if count < own}
 
     def have_changed(self, counts: Mapping[int, int]) -> bool:
-        """Return whether any of these processes has another count now, which shows that it is
-        alive. `counts`: earlier counts by index."""
+        """Return whether any of these processes has another count than in `counts`, which shows
+        that it is alive. `counts` are earlier counts by process index."""
         return any(self._all[index] != count for index, count in counts.items())
 
 
 class HttpListener:
-    """Listener that hands each connection to `serve`, which returns when the connection has ended.
+    """Accepts connections and passes each to the coroutine `serve`, which returns when the
+    connection has ended.
 
-    uvloop's own server would close its socket on some errors, and drop the waiting connections
-    while the process can open no file.
+    It replaces uvloop's own server, which closes its listening socket after some errors, and drops
+    waiting connections while the process cannot open more files.
     """
 
     def __init__(
@@ -179,8 +184,9 @@ class HttpListener:
         limit: int,
         counts: ConnectionCounts | None = None,
     ) -> None:
-        """`sock` is bound and listens; the caller owns it. `counts` are those of all processes that
-        accept from it, if there are several."""
+        """Start to accept connections. `sock` is bound and listens; the caller closes it. `limit`
+        is the maximum number of open connections. `counts` are the counts of all processes that
+        accept on this socket, None for a single process."""
         sock.setblocking(False)
         self._sock = sock
         self._serve = serve
@@ -195,7 +201,7 @@ class HttpListener:
         self._resume()
 
     def close(self) -> None:
-        """Accept no more; open connections continue."""
+        """Stop accepting connections. Open connections continue."""
         self._loop.remove_reader(self._sock)
         if self._pause is not None:
             self._pause.cancel()
@@ -211,10 +217,10 @@ class HttpListener:
                 return
 
     def _accept_late(self, counts: ConnectionCounts, fewer: Mapping[int, int]) -> None:
-        """Accept the waiting connections after a pause for processes with fewer connections.
+        """Accept connections after a pause that let processes with fewer connections accept first.
 
-        Accept none while such a process is alive. `fewer`: the counts of these processes when the
-        pause began.
+        Accepts none if such a process is alive. `fewer` has the counts of those processes at the
+        beginning of the pause.
         """
         self._resume()
         if counts.fewer() and counts.have_changed(fewer):
@@ -224,7 +230,8 @@ class HttpListener:
                 return
 
     def _accept_one(self) -> bool:
-        """Accept one connection. Returns False if none waits, or none can be accepted."""
+        """Accept one connection, or close it at once if too many are open. Returns False if no
+        connection waits or the system cannot accept one."""
         try:
             connection, address = self._sock.accept()
         except BlockingIOError:
@@ -278,7 +285,8 @@ class HttpListener:
 
 
 def max_connections() -> int:
-    """Return how many connections the limit of open files allows besides other files."""
+    """Return the maximum number of HTTP connections: MAX_CONNECTIONS, or fewer if the process's
+    limit on open files leaves room for fewer."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -287,7 +295,8 @@ def max_connections() -> int:
 
 @lru_cache(MAX_CONNECTIONS)
 def _owner(host: str) -> bytes:
-    """Return the owner under which connections from this address are counted."""
+    """Return the key under which the connections of a client address are counted: the IPv4 address,
+    or the first 64 bits of an IPv6 address."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
         return address.packed[:8]

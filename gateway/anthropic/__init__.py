@@ -1,3 +1,3 @@
-"""Anthropic's API: messages and token counts."""
+"""Anthropic's HTTP API: messages and token counts."""
 
 from pdserve.gateway.anthropic.api import AnthropicApi

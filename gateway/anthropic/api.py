@@ -1,7 +1,7 @@
-"""Anthropic's messages on the HTTP shell: one message, whole or in server-sent events, token
-counts, routes, errors, and the models that describe them.
+"""Anthropic's API as an HttpApi: generates a message, whole or as server-sent events, and counts
+tokens. Also its routes, its errors, and the models that describe its responses.
 
-Invariant: the events of a stream add up to the final `blocks`.
+Invariant: the events of a stream add up to the final `MessageContent.blocks`.
 """
 
 from collections.abc import AsyncGenerator, Iterator, Mapping
@@ -47,7 +47,8 @@ class MessagesErrorDetail(ResponseModel):
 
 
 class MessagesError(ResponseModel):
-    """The body of every error, and the data of the last event of a stream that fails."""
+    """The JSON body of every error response, and the data of the last event of a stream that ends
+    with an error."""
 
     type: Literal["error"]
     error: MessagesErrorDetail
@@ -60,7 +61,8 @@ class TextBlock(ResponseModel):
 
 
 class ThinkingBlock(ResponseModel):
-    """The model's reasoning. Clients send it back together with the signature."""
+    """A content block with the model's reasoning. Clients send it back, together with its
+    signature, in later requests."""
 
     type: Literal["thinking"]
     thinking: str
@@ -82,13 +84,15 @@ class ThinkingTokens(ResponseModel):
 
 
 class Inexactness(ResponseModel):
-    """`inexact`: KV of other weights or numerics was used, so a rerun may give other tokens."""
+    """`inexact` is true if KV cache blocks computed with other weights or numerics were used, so
+    that the same request may give other tokens."""
 
     inexact: bool
 
 
 class MessageUsage(ResponseModel):
-    """`input_tokens` does not include the tokens that are read from the cache."""
+    """Token counts of a message. `input_tokens` does not include `cache_read_input_tokens`, the
+    tokens that were read from the KV cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -113,7 +117,8 @@ class MessageObject(ResponseModel):
 
 
 class BlockDelta(ResponseModel):
-    """A piece of a block, or at the end the reason why the message ended."""
+    """The data of an event: a piece of a content block; in `message_delta`, the reason why the
+    message ended."""
 
     type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"] | None = (
         None
@@ -127,7 +132,7 @@ class BlockDelta(ResponseModel):
 
 
 class MessageEvent(ResponseModel):
-    """An event of a streamed message; its fields depend on its type."""
+    """One event of a streamed message; its fields depend on its type."""
 
     type: Literal[
         "message_start",
@@ -153,10 +158,12 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class MessageContent:
-    """Builds the content of a message; consecutive parts of one kind become one block."""
+    """Builds the content blocks of a message. Consecutive pieces of reasoning, of text, or of one
+    tool call become one block."""
 
     def __init__(self, *, shows_thinking: bool = True) -> None:
-        """Without `shows_thinking`, a thinking block has only its signature."""
+        """Start without blocks. If `shows_thinking` is false, thinking blocks have a signature and
+        no text."""
         self._shows_thinking = shows_thinking
         self.blocks: list[dict[str, Any]] = []
         self.thinking_tokens = 0
@@ -167,7 +174,7 @@ class MessageContent:
         self._pieces: list[str] = []
 
     def push(self, delta: Delta) -> Iterator[Event]:
-        """Yield the events of a delta."""
+        """Add a piece of the model's output, and yield the stream's events for it."""
         for part in delta.content:
             if isinstance(part, ReasoningPart):
                 self.thinking_tokens = delta.num_tokens
@@ -216,7 +223,8 @@ _KEYS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta":
 
 
 def _piece(part: ContentPart) -> tuple[str, str]:
-    """Return the type of a part's delta, and its text."""
+    """Return the delta type of a content part in Anthropic's API, such as `text_delta`, and its
+    text."""
     if isinstance(part, ToolCallPart):
         return "input_json_delta", part.arguments
     return ("thinking_delta" if isinstance(part, ReasoningPart) else "text_delta"), part.text
@@ -229,8 +237,9 @@ def _same_block(first: ContentPart, second: ContentPart) -> bool:
 
 
 def _block(first: ContentPart, text: str, *, cut: bool = False) -> dict[str, Any]:
-    """Return the content block that begins with the part `first` and has the whole text; `cut`: the
-    call in it was cut off."""
+    """Return the content block with the whole `text`; `first` is its first part, which has its type
+    and, for a call, its id and name. `cut`: the call's arguments are incomplete, because the output
+    ended."""
     if isinstance(first, TextPart):
         return {"type": "text", "text": text}
     if isinstance(first, ReasoningPart):
@@ -240,10 +249,11 @@ def _block(first: ContentPart, text: str, *, cut: bool = False) -> dict[str, Any
 
 
 class MessageReply:
-    """Generates the message that a checked body requests: take either `whole` or `framed`."""
+    """Generates the message for a validated request body. Call either `whole` or `framed`, once."""
 
     def __init__(self, service: Service, body: MessagesBody, caller: Caller) -> None:
-        """Raises ServiceError for fields that contradict each other."""
+        """Build the chat request. Raises ServiceError for fields of the body that contradict each
+        other."""
         self._service = service
         self._request = ChatCompletionRequest(
             body.model, body.conversation(), body.sampling(), tool_use=body.tool_use()
@@ -255,14 +265,15 @@ class MessageReply:
         self._usage = Usage(0, 0, 0)
 
     async def whole(self) -> dict[str, Any]:
-        """Return the message object. Raises ServiceError."""
+        """Generate the whole message and return it as an object. Raises ServiceError."""
         async with aclosing(self._events()) as events:
             async for _ in events:
                 pass
         return self._message()
 
     async def framed(self) -> AsyncGenerator[bytes, None]:
-        """Yield the framed events. Raises ServiceError."""
+        """Generate the message and yield its server-sent events, ready to be sent. Raises
+        ServiceError."""
         async with aclosing(self._events()) as events:
             async for event in events:
                 yield framed(event)
@@ -302,8 +313,8 @@ class MessageReply:
         }
 
     def _usage_object(self) -> dict[str, Any]:
-        """Return the usage. Cached tokens do not count as input; they are unknown before the
-        end."""
+        """Return the message's `usage`. `input_tokens` excludes cached tokens, whose number is
+        known only at the end of the message; before, it is 0."""
         usage = self._usage
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -316,7 +327,8 @@ class MessageReply:
 
 
 async def count_tokens(service: Service, body: CountBody, caller: Caller) -> dict[str, Any]:
-    """Return the number of tokens of a message's prompt. Raises ServiceError."""
+    """Return the answer of /v1/messages/count_tokens: the number of tokens in the prompt. Raises
+    ServiceError."""
     sampling = RequestedSampling(structure=body.structure())
     request = ChatCompletionRequest(
         body.model, body.conversation(), sampling, tool_use=body.tool_use()
@@ -325,7 +337,7 @@ async def count_tokens(service: Service, body: CountBody, caller: Caller) -> dic
 
 
 def framed(event: Event) -> bytes:
-    """Return a server-sent event."""
+    """Return an event as the bytes of a server-sent event."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event))
 
 
@@ -342,7 +354,8 @@ PING = framed({"type": "ping"})
 
 
 class AnthropicApi(HttpApi):
-    """/v1/messages and /v1/messages/count_tokens, for any `anthropic-version`."""
+    """Anthropic's API: /v1/messages and /v1/messages/count_tokens, for any value of the header
+    `anthropic-version`."""
 
     paths: tuple[str, ...] = ("/v1/messages",)
     not_offered: tuple[str, ...] = ("/v1/messages/batches/",)
@@ -395,8 +408,8 @@ class AnthropicApi(HttpApi):
 
 
 def _overflow(message: str) -> str:
-    """Return the text of an error about the context length in Anthropic's words, by which its
-    clients recognize it."""
+    """Convert the error message about a prompt that is too long for the context to Anthropic's
+    wording, by which its clients recognize this error."""
     match = CONTEXT_EXCEEDED.search(message)
     if match is None:
         return message

@@ -1,8 +1,9 @@
-"""Converts messages of Anthropic's API to those that chat templates expect: how each type of block
-is handled, and the signatures of thinking blocks.
+"""Converts messages of Anthropic's API to the form that chat templates expect. Also the tables of
+how each type of block is handled, and the signatures of thinking blocks.
 
-A signature proves nothing: a client may write any reasoning. The signature of hidden reasoning
-contains its text, so that the next turn's prompt includes it.
+A signature does not prove that the model wrote the reasoning: a client may send any. If the
+reasoning is hidden from the client, the signature contains its text, so that it can be part of the
+next turn's prompt.
 """
 
 import binascii
@@ -146,13 +147,14 @@ _BILLING = "x-anthropic-billing-header:"  # a line of Claude Code that differs i
 
 
 def signature_of(thought: str, *, hidden: bool) -> str:
-    """Return the signature as text; `hidden`: the block is sent without its reasoning."""
+    """Return the signature of a thinking block: a hash of the reasoning or, if the block is sent
+    without its reasoning (`hidden`), the encoded reasoning itself."""
     data = thought.encode(errors="replace")
     return b64encode(_HIDDEN + data if hidden else sha256(data).digest()).decode()
 
 
 def hidden_thought(signature: object) -> str:
-    """Return the reasoning in a signature of this server; empty if it has none."""
+    """Return the reasoning that a signature of this server contains; empty if it contains none."""
     if not isinstance(signature, str):
         return ""
     try:
@@ -166,14 +168,14 @@ def conversation(
     system: str | Sequence[Block] | None,
     messages: Sequence[tuple[str, str | Sequence[Block] | None]],
 ) -> list[dict[str, Any]]:
-    """Return the turns of a chat; `messages` are pairs of a role and a content, None for a message
-    that is left out.
+    """Convert a system prompt and messages to the turns of a chat. `messages` are pairs of role and
+    content; a message whose content is None is left out.
 
-    Consecutive messages of the assistant are one turn. Results of tools are separate turns right
-    after their calls, and consecutive texts of the user are one turn, since many templates require
-    turns to alternate. Each system message is a turn in its place. Raises ServiceError for a block
-    that is not served, that belongs to another role, or that answers a call which is not there, and
-    if the messages have no content at all.
+    Consecutive messages of the assistant become one turn. Each tool result becomes a turn directly
+    after the turn with its call. Consecutive texts of the user become one turn, since many
+    templates require that user and assistant alternate. Each system message is a turn at its place.
+    Raises ServiceError for a block that is not supported or not allowed for its role, for the
+    result of a call that does not exist, and if no message has content.
     """
     turns = _Turns()
     turns.add_system(system or (), "system")
@@ -195,12 +197,13 @@ def conversation(
             turns.add_user(blocks)
     log_unsupported(Handling.DROPPED, "blocks", turns.dropped)
     if len(turns.turns) == num_rules:
-        raise refuse("messages", "messages have no content")
+        raise refuse("messages", "messages: at least one message must have content")
     return turns.turns
 
 
 class _Turns:
-    """Builds the turns; `dropped` collects the types of blocks that are left out."""
+    """Builds the turns of a chat, block by block. `dropped` collects the types of blocks that are
+    left out."""
 
     def __init__(self) -> None:
         self.turns: list[dict[str, Any]] = []
@@ -273,7 +276,9 @@ class _Turns:
         self._results_index += 1
 
     def _texts(self, content: str | Sequence[Block], path: str, table: EntryTypes) -> list[Part]:
-        """Return the texts as parts. Raises ServiceError for a block without a text."""
+        """Return the texts of content blocks as text parts. `table` says how each type of block is
+        handled; `path` is the content's place in the request. Raises ServiceError for a block that
+        is not supported."""
         if not isinstance(content, str | list | tuple):
             raise refuse(path, f"{path} must be a string or a list of blocks")
         return [
@@ -285,8 +290,9 @@ class _Turns:
         ]
 
     def _text(self, block: Block, path: str, entry_type: EntryType, place: str) -> list[str]:
-        """Return the text of a block; empty if the block is dropped. Raises ServiceError if it is
-        refused."""
+        """Return the text of one block in a list; an empty list if the block is dropped. `place`
+        ends the error text, such as " in a message of the user". Raises ServiceError for a block
+        that is not supported."""
         kind = block["type"]
         if kind == "text":
             return [_string(block, "text", path)]
@@ -301,7 +307,8 @@ class _Turns:
         return []
 
     def _source(self, source: Any, path: str) -> str:
-        """Return the text of a document's source. Raises ServiceError for one without a text."""
+        """Return the text of a document block's source. Raises ServiceError if its type is not
+        supported."""
         kind = _string(source, "type", path)
         if SOURCES.get(kind, REFUSED_TYPE) is REFUSED_TYPE:
             text = f"sources of type {quoted(kind)} are not supported by this server"
@@ -313,14 +320,16 @@ class _Turns:
 
 
 def _arguments(value: Any) -> Any:
-    """Return the arguments of an earlier call: an object, or anything else as JSON text."""
+    """Return the arguments of an earlier tool call: an object or text unchanged, any other value as
+    JSON text."""
     if value is None:
         return {}
     return value if isinstance(value, Mapping | str) else to_json(value).decode()
 
 
 def _blocks(content: str | Sequence[Block], path: str) -> list[tuple[Block, str]]:
-    """Return each block with its place in the request."""
+    """Return each block of a message's content with its place in the request; a string counts as
+    one text block. Raises ServiceError for a block without a type."""
     if isinstance(content, str):
         return [({"type": "text", "text": content}, path)]
     blocks = []

@@ -1,6 +1,5 @@
-"""Request bodies of Anthropic's API: strict types here, bounds in gateway/sampling.py; and the
-fields that are refused by name or ignored on purpose.
-"""
+"""Request bodies of Anthropic's API, and the fields that are refused by name or ignored on purpose.
+Types are strict here; the limits of sampling parameters are in gateway/sampling.py."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -87,7 +86,7 @@ StopSequence = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STO
 
 
 class AnthropicTool(StrictModel):
-    """A function that the client runs."""
+    """The definition of a function that the client runs when the model calls it."""
 
     name: ToolName
     description: ToolDescription | None = None
@@ -95,7 +94,8 @@ class AnthropicTool(StrictModel):
     strict: bool | None = None
 
     def as_tool(self, index: int) -> Tool:
-        """Return the tool; `index` is its place in `tools`."""
+        """Convert the definition to a Tool; `index` is its position in the field `tools`, for
+        errors."""
         param = f"tools[{index}].input_schema"
         return Tool(self.name, self.description or "", self.input_schema, bool(self.strict), param)
 
@@ -107,17 +107,20 @@ class AnthropicToolChoice(StrictModel):
 
 
 def _as_thinking(value: Any) -> Any:
-    """Accept a boolean, as other APIs write it."""
+    """Convert a boolean for `thinking`, as in other APIs, to Anthropic's object; other values are
+    unchanged."""
     return {"type": "adaptive" if value else "disabled"} if isinstance(value, bool) else value
 
 
 def _as_object(choice: Any) -> Any:
-    """Accept OpenAI's modes, which mean the same."""
+    """Convert a string for `tool_choice`, as in OpenAI's API, to Anthropic's object; other values
+    are unchanged."""
     return {"type": {"required": "any"}.get(choice, choice)} if isinstance(choice, str) else choice
 
 
 class Thinking(ThinkingBody):
-    """Whether the model thinks; by default its template decides."""
+    """The field `thinking`: whether the model thinks before it answers, and at most how much.
+    Without it, the model's chat template decides."""
 
     type: Literal[*THINKING]  # type: ignore[valid-type]
     display: Any = None  # "omitted" hides the reasoning; any other value shows it
@@ -138,13 +141,14 @@ class OutputConfig(StrictModel):
 
 
 class TurnConfig(OutputConfig):
-    """The configuration that applies after a system message."""
+    """The field `output_config` of a system message: the configuration from that message on."""
 
     format: None = None  # only the request has one
 
 
 class MessageTurn(StrictModel):
-    """One message of the conversation."""
+    """One message of the conversation: its role and content and, in system messages, settings for
+    the turns after it."""
 
     role: Literal[*ROLES]  # type: ignore[valid-type]
     content: TextOrObjects | None = None
@@ -154,7 +158,7 @@ class MessageTurn(StrictModel):
 
 
 class CountBody(ThinkingFields):
-    """Body of /v1/messages/count_tokens, and what other bodies share with it."""
+    """Body of /v1/messages/count_tokens: the fields of /v1/messages that determine the prompt."""
 
     model: ModelName = ""
     messages: list[MessageTurn] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -169,7 +173,8 @@ class CountBody(ThinkingFields):
     output_format: OutputFormat | None = None  # an earlier output_config.format
 
     def conversation(self) -> TemplateInput:
-        """Return the conversation. Continues a last assistant message. Raises ServiceError."""
+        """Return the input of the chat template. If the last message is the assistant's, the model
+        continues it. Raises ServiceError for messages that are not supported."""
         turns = conversation(self.system, list(self._visible_messages()))
         last = turns[-1]
         continues = last["role"] == "assistant"
@@ -184,8 +189,9 @@ class CountBody(ThinkingFields):
         )
 
     def _visible_messages(self) -> Iterator[tuple[str, Any]]:
-        """Yield the role and the content of each message; None if there is nothing to show. Raises
-        ServiceError for a missing content."""
+        """Yield the role and content of each message; the content is None if the message is not
+        shown to the model. Raises ServiceError for a missing content, or a field that the role may
+        not have."""
         last_user = max(
             (index for index, turn in enumerate(self.messages) if turn.role == "user"), default=0
         )
@@ -202,7 +208,8 @@ class CountBody(ThinkingFields):
             yield turn.role, None if missing or cleared else turn.content or ()
 
     def tool_use(self) -> ToolUse | None:
-        """Return the use of tools, None without tools. Raises ServiceError."""
+        """Return which tools the model may or must call, None without tools. Raises ServiceError
+        for an invalid tool or tool_choice."""
         tools = _parse_tools(self.tools or ())
         choice = self.tool_choice or AnthropicToolChoice(type="auto")
         tool_names = {tool.name for tool in tools}
@@ -228,8 +235,8 @@ class CountBody(ThinkingFields):
         return Structure("json_schema", format_.schema_, f"{field}.schema") if format_ else None
 
     def _template_variables(self) -> dict[str, Any]:
-        """Return the template variables, where the template allows them. Raises ServiceError for
-        fields that contradict each other."""
+        """Return the variables of the chat template that the request sets; a template may not use
+        them. Raises ServiceError for fields that contradict each other."""
         configs = (self.output_config, *(turn.output_config for turn in self.messages))
         efforts = [config.effort for config in configs if config and config.effort]
         effort = efforts[-1] if efforts else None  # counts for answers without reasoning, too
@@ -237,7 +244,8 @@ class CountBody(ThinkingFields):
 
 
 def _or_unbounded(schema: dict[str, Any]) -> None:
-    """Allow -1: what the context has room for."""
+    """Add -1, which means as many tokens as fit in the context, to the JSON schema of
+    `max_tokens`."""
     schema["anyOf"] = [{"type": schema.pop("type")}, {"const": -1}]
 
 
@@ -263,7 +271,8 @@ class MessagesBody(CountBody):
         return self.thinking is None or self.thinking.display != "omitted"
 
     def sampling(self) -> RequestedSampling:
-        """Return the sampling. Raises ServiceError for fields that contradict each other."""
+        """Return the sampling parameters. Raises ServiceError for fields that contradict each
+        other."""
         return RequestedSampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -292,7 +301,8 @@ class MessagesBody(CountBody):
 
 
 def _parse_tools(values: list[dict[str, Any]] | tuple[()]) -> list[Tool]:
-    """Return the tools that can be served. Raises ServiceError for a wrong one."""
+    """Validate the field `tools` and return the supported tools; logs the types of those that are
+    left out. Raises ServiceError for an invalid tool or a duplicate name."""
     tools: dict[str, Tool] = {}
     left_out = []
     for index, value in enumerate(values):
@@ -307,7 +317,9 @@ def _parse_tools(values: list[dict[str, Any]] | tuple[()]) -> list[Tool]:
             raise refuse(f"{path}.type", f"{path}.type: {text}")
         tool = parsed(AnthropicTool, value, path)
         if tool.name in tools:
-            raise refuse(f"{path}.name", f"{path}.name: two tools are called {quoted(tool.name)}")
+            raise refuse(
+                f"{path}.name", f"{path}.name: two tools have the name {quoted(tool.name)}"
+            )
         tools[tool.name] = tool.as_tool(index)
     log_unsupported(Handling.LEFT_OUT, "tools", left_out)
     parsed_tools = list(tools.values())
@@ -319,8 +331,9 @@ B = TypeVar("B", bound=CountBody)
 
 
 def parse(kind: type[B], body: Mapping[str, Any]) -> B:
-    """Parse a body. Fields of messages that change no prompt are ignored for a count. Raises
-    ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    """Validate a request body as a model of type `kind`. When only tokens are counted, the fields
+    of /v1/messages that do not change the prompt are ignored. Raises ServiceError INVALID_ARGUMENT
+    that names the first wrong field."""
     return parse_body(
         kind,
         body,

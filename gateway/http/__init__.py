@@ -1,1 +1,2 @@
-"""The HTTP shell that carries every API: server, bounds, errors, streams, documentation."""
+"""The HTTP server of the gateway, shared by all its APIs: connections, size and time limits, error
+responses, streams and API documentation."""

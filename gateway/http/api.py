@@ -1,9 +1,9 @@
-"""The contract between the HTTP shell and the APIs that it carries: formats, errors, bounds, and
-JSON that is made piece by piece, so that a long response does not block the loop or use memory
-twice.
+"""The interface between the shared HTTP layer (the "shell") and each API on it: routes, error
+formats, limits, and JSON text built in small pieces, so that a long response neither blocks the
+event loop nor exists in memory twice.
 
 An HttpApi is one HTTP API, e.g. OpenAI's. It owns its routes, its request and response objects, the
-framing of its streams and the shape of its errors. The shell owns status codes and headers.
+framing of its streams and the JSON format of its errors. The shell owns status codes and headers.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class JsonPieces(list[bytes | bytearray]):
-    """The JSON text of one value, as pieces in order."""
+    """The JSON text of one value, as a list of byte strings to be sent in order."""
 
     @property
     def num_bytes(self) -> int:
@@ -38,7 +38,7 @@ class JsonPieces(list[bytes | bytearray]):
         return b"".join(self)
 
     def parts(self) -> Iterator[bytes]:
-        """Yield the same bytes, PIECE_BYTES at a time."""
+        """Yield the whole text in byte strings of PIECE_BYTES each; the last may be shorter."""
         buffer = bytearray()
         for piece in self:
             for offset in range(0, len(piece), PIECE_BYTES):
@@ -51,25 +51,28 @@ class JsonPieces(list[bytes | bytearray]):
 
 
 class JsonList:
-    """The JSON text of a growing list."""
+    """The JSON text of a list to which items are added over time."""
 
     def __init__(self) -> None:
         self._items = bytearray()
 
     def extend(self, items: Sequence[Any]) -> None:
-        """Add items, AT_ONCE at most."""
+        """Append items to the list's JSON text. Blocks the event loop: pass at most AT_ONCE
+        items."""
         if items:
             if self._items:
                 self._items += b","
             self._items += to_json(items)[1:-1]
 
     def pieces(self) -> JsonPieces:
-        """Return the pieces, not a copy: they grow with the list."""
+        """Return the JSON text of the list. The pieces are not copied: items added later appear in
+        them."""
         return JsonPieces((b"[", self._items, b"]"))
 
 
 async def list_json(items: Sequence[T], as_object: Callable[[T], Any]) -> JsonPieces:
-    """Return the text of a list of what `as_object` makes of each item."""
+    """Return the JSON text of the list of `as_object(item)` for each item. Lets other tasks run
+    after every AT_ONCE items."""
     text = JsonList()
     for start in range(0, len(items), AT_ONCE):
         text.extend([as_object(item) for item in items[start : start + AT_ONCE]])
@@ -78,7 +81,8 @@ async def list_json(items: Sequence[T], as_object: Callable[[T], Any]) -> JsonPi
 
 
 def object_json(fields: Mapping[str, Any]) -> JsonPieces:
-    """Return the text of an object; fields that are JsonPieces are texts already."""
+    """Return the JSON text of an object. Field values of type JsonPieces are inserted unchanged,
+    since they are JSON text already; other values are serialized."""
     pieces = JsonPieces((b"{",))
     for name, value in fields.items():
         pieces.append((b"," if len(pieces) > 1 else b"") + to_json(name) + b":")
@@ -88,7 +92,7 @@ def object_json(fields: Mapping[str, Any]) -> JsonPieces:
 
 
 def array_json(texts: Iterable[JsonPieces]) -> JsonPieces:
-    """Return the text of a list whose items are texts already."""
+    """Return the JSON text of a list, joined from the JSON text of each item."""
     pieces = JsonPieces((b"[",))
     for text in texts:
         if len(pieces) > 1:
@@ -106,18 +110,21 @@ Event = bytes | JsonPieces
 
 
 def json_event(head: bytes, text: JsonPieces) -> Event:
-    """Return an event of `head` and the JSON text of its data."""
+    """Return a server-sent event: `head` (e.g. `data: `), then the JSON text of the event's
+    data."""
     return sent_event(JsonPieces((head, *text, b"\n\n")))
 
 
 def sent_event(pieces: JsonPieces) -> Event:
-    """Return a framed event, in one piece unless it is long."""
+    """Return a complete event as one byte string, or as JsonPieces if it is longer than
+    PIECE_BYTES."""
     return pieces if pieces.num_bytes > PIECE_BYTES else pieces.text()
 
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Bounds on what a client may send, and on how slowly it may send and read."""
+    """Limits for HTTP clients: the size of one request body and of all bodies together, the time to
+    send a body, and how much of a stream, and for how long, a client may leave unread."""
 
     max_body_bytes: int
     max_bodies_bytes: int
@@ -127,7 +134,8 @@ class HttpLimits:
 
 
 class CodedError(ServiceError):
-    """An error for which one API has a specific code, `api_code`."""
+    """A ServiceError with an additional error code, `api_code`, that only one API defines, such as
+    OpenAI's `previous_response_not_found`."""
 
     def __init__(self, code: ErrorCode, message: str, param: str, api_code: str) -> None:
         super().__init__(code, message, param)
@@ -136,10 +144,10 @@ class CodedError(ServiceError):
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """An error for a client, before an API gives it a shape.
+    """An error response before an API converts it to its own JSON format.
 
-    `code` names it for programs: an ErrorCode in lower case, a code of the shell ("unknown_url",
-    "method_not_allowed") or of a CodedError, or empty.
+    `code` identifies the error for programs: an ErrorCode's name in lower case, a code of the HTTP
+    layer ("unknown_url", "method_not_allowed"), a CodedError's `api_code`, or empty.
     """
 
     status: int
@@ -151,10 +159,11 @@ class HttpError:
 
     @classmethod
     def of(cls, error: Exception) -> "HttpError":
-        """Convert a ServiceError as it is, with Retry-After where a retry helps.
+        """Convert an exception to the error that the client receives.
 
-        Any other exception is a fault of the server, and the client learns no detail of it: the
-        caller logs it.
+        A ServiceError keeps its code, message and field; statuses 429 and 503 get a Retry-After
+        header. Any other exception becomes an internal error without details, which the calling
+        code logs.
         """
         if not isinstance(error, ServiceError):
             error = ServiceError(
@@ -170,7 +179,7 @@ class HttpError:
 
 
 class ErrorFormat(Protocol):
-    """The error format of one API."""
+    """The JSON format in which one API returns errors."""
 
     statuses: Mapping[int, int] = MappingProxyType({})
     """HTTP statuses that the API returns in place of others."""
@@ -180,12 +189,14 @@ class ErrorFormat(Protocol):
         ...
 
     def error_event(self, error: HttpError) -> Event:
-        """Return the framed last event of a stream that an error ends."""
+        """Return the bytes of a stream's last event, which reports the error that ended the
+        stream."""
         ...
 
 
 class HttpApi(ErrorFormat, Protocol):
-    """One HTTP API. Its streams yield framed bytes (http/responses.py)."""
+    """One HTTP API, such as OpenAI's: its routes, path prefixes and error format. The generators of
+    its streams yield complete events as bytes (http/responses.py)."""
 
     paths: tuple[str, ...]
     """Prefixes of the paths on which errors have this API's format."""
@@ -201,16 +212,19 @@ class HttpApi(ErrorFormat, Protocol):
     """The type of `error_object`, for the description of the API."""
 
     def add_routes(self, app: FastAPI) -> None:
-        """Mount the API's routes, described as in http/docs.py."""
+        """Add the API's routes to the application, each with its OpenAPI description
+        (http/docs.py)."""
         ...
 
 
 def api_of(apis: Sequence[HttpApi], path: str) -> HttpApi:
-    """Return the first API that has the path, else the last."""
+    """Return the first API with a path prefix that matches the URL path; the last API if none
+    matches."""
     return next((api for api in apis if path.startswith(api.paths)), apis[-1])
 
 
 def error_response(shape: ErrorFormat, error: HttpError) -> JSONResponse:
-    """Return an error as a whole response."""
+    """Return an HTTP response with the error in the API's JSON format, and with the API's own
+    status code if it has one for this error."""
     status = shape.statuses.get(error.status, error.status)
     return JSONResponse(shape.error_object(error), status, error.headers)

@@ -1,6 +1,8 @@
-"""The HTTP shell: mounts the APIs and the routes for operators, and catches every error.
+"""The HTTP application: adds the routes of all APIs and those for operators (health, metrics,
+traces), and converts every exception to an error response.
 
-Invariant: the shell knows no API. An error has the shape of the API whose path it hit.
+Invariant: this module knows no particular API. An error has the format of the API to which the URL
+path belongs.
 """
 
 import asyncio
@@ -62,7 +64,8 @@ class Ready(BaseModel):
 
 
 class Version(BaseModel):
-    """The version of the server, as in vLLM, and the platform that the gateway runs on."""
+    """The answer of /version: the version of the server, as in vLLM, and the Python version and
+    platform on which the gateway runs."""
 
     version: str = metadata.version("pdserve")
     python: str = platform.python_version()
@@ -94,11 +97,11 @@ def add_operations(
 
     @app.get("/metrics", response_class=PlainTextResponse, openapi_extra=_FLEET)
     async def metrics(request: Request) -> Response:
-        """Export the gateway's metrics in Prometheus' text format; with `fleet=true`, also those of
-        the whole fleet. The default of `fleet` is --fleet-metrics."""
+        """Export the gateway's metrics in Prometheus' text format; with `fleet=true`, also the
+        metrics of the whole fleet. The option --fleet-metrics sets the default of `fleet`."""
         fleet = request.query_params.get("fleet", _YES_OR_NO[not fleet_metrics])
         if fleet not in _YES_OR_NO:
-            raise refuse("fleet", "fleet must be true or false")
+            raise refuse("fleet", "the URL parameter fleet must be true or false")
         async with scraping.turn(caller_of(request).tenant.id):
             page = await _metrics_page(service, fleet == "true")
             await asyncio.sleep(SCRAPE_PAUSE_S)
@@ -119,7 +122,8 @@ async def _metrics_page(service: Service, with_fleet: bool) -> bytes:
 
 
 class TracePhase(ResponseModel):
-    """A phase; `start_ms` counts from the arrival of the request."""
+    """One phase of a request, such as prefill or decode; `start_ms` counts from the arrival of the
+    request."""
 
     name: str
     start_ms: float
@@ -127,8 +131,8 @@ class TracePhase(ResponseModel):
 
 
 class TraceAttempt(ResponseModel):
-    """One attempt at the request, and its workers; `prefill` is empty if the decode worker computes
-    the prompt."""
+    """One attempt to run the request: when it started and the workers that ran it. `prefill` is
+    empty if the decode worker computes the prompt itself."""
 
     attempt: str
     start_ms: float
@@ -138,8 +142,8 @@ class TraceAttempt(ResponseModel):
 
 class RequestTrace(ResponseModel):
     """The phases of one request. The phases before `decode` add up to `time_to_first_token_ms`,
-    which counts from the arrival of the request's headers. A running request lacks the phases that
-    are not known yet. `finish_reason` may be an error code."""
+    which counts from the arrival of the request's headers. While the request runs, phases that are
+    not known yet are missing. `finish_reason` may be an error code."""
 
     id: str
     object: Literal["trace"] = "trace"
@@ -158,14 +162,17 @@ class RequestTrace(ResponseModel):
 
 
 class FoundTrace(BaseModel):
-    """A trace found in one gateway process; `arrived` is a reading of the clock of its host."""
+    """The trace of a request found in one gateway process. `arrived` is the time at which the
+    request arrived, by the clock of the process's host; of several traces, the latest is
+    returned."""
 
     arrived: float
     trace: RequestTrace
 
 
 def add_traces(app: FastAPI, service: Service, apis: Sequence[HttpApi]) -> None:
-    """Add GET /v1/traces/{request_id}, which also queries the other gateway processes."""
+    """Add the route GET /v1/traces/{request_id}, which also queries the other gateway processes at
+    the same port."""
 
     def local_trace(tenant: bytes, request_id: str) -> FoundTrace | None:
         state = service.requests.find(tenant, request_id)
@@ -181,8 +188,8 @@ def add_traces(app: FastAPI, service: Service, apis: Sequence[HttpApi]) -> None:
 
     @app.get("/v1/traces/{request_id:path}", **describe(response=RequestTrace))
     async def trace(request_id: str, request: Request) -> Response:
-        """Get the time that each phase of a recent request of this key took. `request_id` is the
-        answer's `x-request-id` header, or its `id`."""
+        """Get the duration of each phase of a recent request of this key. `request_id` is the
+        response header `x-request-id`, or the `id` of the answer."""
         tenant = caller_of(request).tenant.id
         others = await service.processes.query("trace", tenant, request_id)
         traces = [local_trace(tenant, request_id), *map(FoundTrace.model_validate_json, others)]
@@ -257,12 +264,13 @@ def create_app(
     routes: FastAPI | None = None,
     open_paths: Collection[str] = (),
 ) -> ASGIApp:
-    """Return the ASGI application.
+    """Return the ASGI application of the gateway: the routes behind the Guard.
 
-    `open_metrics` makes /metrics accessible without a key, like `open_paths`. `local` and
-    `allowed_origins` are the Guard's; pages of the allowed origins get CORS headers. `root_path` is
-    the path at which a proxy shows the application. `routes` are those of `create_routes`, if they
-    exist already. Raises ValueError for an invalid root path.
+    `open_metrics` makes /metrics accessible without a key; so are `open_paths`. `local` and
+    `allowed_origins` are passed to the Guard; web pages of the allowed origins get CORS headers.
+    `root_path` is the path prefix under which a reverse proxy publishes the application. `routes`
+    are those of `create_routes`, if the caller has created them already. Raises ValueError for an
+    invalid root path.
     """
     root_path = root_path.rstrip("/")
     if root_path and not _ROOT.fullmatch(root_path):
@@ -274,7 +282,9 @@ def create_app(
     paths = [path for api in apis for path in api.paths]
     paths += [route.path for route in app.routes if isinstance(route, Route)]
     if root_path and any(f"{path}/".startswith(f"{root_path}/") for path in paths):
-        raise ValueError(f"--root-path: {root_path} is a prefix of the server's own routes")
+        raise ValueError(
+            f"--root-path: {root_path} is a prefix of the server's own routes; choose another"
+        )
     open_routes = ["/health", "/ready", *open_paths, *(["/metrics"] if open_metrics else [])]
     guard = _normalize(Guard(app, keys, open_routes, apis, local, allowed_origins), root_path)
     if not allowed_origins:
@@ -294,8 +304,8 @@ def create_routes(
     readiness: Readiness,
     fleet_metrics: bool = True,
 ) -> FastAPI:
-    """Return the routes behind the Guard. `fleet_metrics`: /metrics includes the fleet by
-    default."""
+    """Return the application with all routes, without the Guard's checks. `fleet_metrics` is the
+    default of the parameter `fleet` of /metrics: whether the page includes the fleet's metrics."""
     # Without FastAPI's docs: their pages load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_errors(app, apis)
@@ -307,8 +317,9 @@ def create_routes(
 
 
 def _normalize(app: ASGIApp, root_path: str) -> ASGIApp:
-    """Handle a HEAD request as GET; the server leaves out the body. Ignore a slash at a path's end,
-    except in FOLDER, and a proxy's `root_path` at its beginning."""
+    """Wrap an application so that it gets normalized requests: HEAD becomes GET (the server leaves
+    out the body), and the path loses a reverse proxy's `root_path` at its beginning and a slash at
+    its end, except for the path FOLDER."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -354,7 +365,7 @@ def _add_errors(app: FastAPI, apis: Sequence[HttpApi]) -> None:
 
 
 class InnerReply(NamedTuple):
-    """A whole response of the application."""
+    """A complete response of the application to a request that the gateway made itself (`post`)."""
 
     request_id: str
     status: int
@@ -363,10 +374,12 @@ class InnerReply(NamedTuple):
 
 
 async def post(app: ASGIApp, path: str, body: bytes, tenant: Tenant, session: str) -> InnerReply:
-    """Call the application from within, and return its response to a JSON body.
+    """Send a POST request with a JSON body to the application from within the process, e.g. for a
+    line of a batch, and return the whole response.
 
-    `app` has the routes without the Guard, so the caller provides the tenant. Routes, bodies,
-    bounds and errors are those of a client's request; the request runs in the background (Caller).
+    `app` has the routes without the Guard, so the caller of this function chooses the tenant.
+    Routes, limits and errors are the same as for a client's request. The request runs with
+    background priority (`Caller.background`).
     """
     request_id = uuid.uuid4().hex
     pending = [body]

@@ -1,13 +1,13 @@
-"""Reads request bodies within bounds: JSON, and forms with one file.
+"""Reads request bodies within limits: JSON bodies, and forms with one file.
 
-JSON has bounds on the bytes of one body and of all, on seconds and depth, and has no NaN. The
-parser bounds depth (200 levels); fields bound their numbers later. The event loop parses, so the
-number of a body's values is bounded too: it determines the time, not the bytes. Each pass of the
-loop parses one body that is not small, and tenants take turns.
+A JSON body has limits on its bytes, on the time to receive it and on its nesting (200 levels, by
+the parser); all bodies together have a limit on bytes; NaN is refused. Parsing blocks the event
+loop for a time that depends on the number of values in the body, so that number is limited too.
+Each pass of the event loop parses at most one body over SMALL_BYTES, and tenants take turns.
 
-A form is read as it comes, and its file is passed on in pieces. Bounds apply to its fields, their
-bytes, the heads of its parts, and the pace: the whole may take `body_timeout_s`, and a second more
-for each PACE bytes.
+A form is parsed while it is received, and its file is passed on in pieces. Limits apply to the
+number of fields, the bytes of each, the headers of each part, and the time: `body_timeout_s` for
+the whole form plus one second for each PACE bytes.
 """
 
 import asyncio
@@ -35,8 +35,9 @@ T = TypeVar("T")
 
 
 class BodyReader:
-    """Reader of the bodies of all APIs. Together they hold `max_bodies_bytes`, parsed values
-    included, from their first byte until they are answered; each tenant has a share (FairShare)."""
+    """Reads the request bodies of all APIs. Bodies count against `max_bodies_bytes`, including
+    their parsed values, from the first byte until the request is answered; each tenant has a fair
+    share of that limit (FairShare)."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self._max_bytes = limits.max_body_bytes
@@ -45,11 +46,13 @@ class BodyReader:
         self._parsing = FairSemaphore(1)
 
     async def read(self, request: Request, check: Callable[[dict[str, Any]], T]) -> T:
-        """Return what `check` makes of the JSON object of a body; `check` may take long, too.
+        """Receive and parse the JSON body of a request, and return `check(object)`. A `check` that
+        takes long is allowed: large bodies are checked one at a time.
 
-        Raises HTTPException 415 (compressed, or another content type: a page of any origin may send
-        those), 413 (too large) or 408 (too slow), ServiceError INVALID_ARGUMENT, and OVERLOADED if
-        there is no room for the body.
+        Raises HTTPException 415 for a compressed body or a content type other than JSON (web pages
+        of any origin may send other types), 413 for a body that is too large and 408 for one that
+        is too slow; ServiceError INVALID_ARGUMENT for invalid JSON, and OVERLOADED if all bodies
+        together exceed the limit.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
@@ -75,8 +78,8 @@ class BodyReader:
             return check(self._parse(caller, data))
 
     def hold(self, caller: Caller, amount: int) -> None:
-        """Count bytes that a request needs besides its body. Raises ServiceError OVERLOADED if
-        there is no room for them."""
+        """Count `amount` further bytes of memory for a request, besides its body, until it is
+        answered. Raises ServiceError OVERLOADED if they exceed the limit of all bodies."""
         self._take(caller.tenant.id, amount)
         self._return_at_end(caller, amount)
 
@@ -115,23 +118,25 @@ class BodyReader:
 
 
 def _declared_bytes(request: Request) -> int | None:
-    """Return the Content-Length of a request, 0 without one; None if it is not a valid number."""
+    """Return the value of the Content-Length header: 0 if it is missing, None if it is not a valid
+    number."""
     declared = request.headers.get("content-length", "0")
     return int(declared) if declared.isdecimal() and len(declared) <= 18 else None
 
 
 def num_values(data: bytes | bytearray) -> int:
-    """Return an upper bound on the values and keys of a JSON text; keys take as long as values.
-    Counts the mark before each, so marks within strings count too. Raises ServiceError
-    INVALID_ARGUMENT for too many."""
+    """Return an upper bound on the number of values and keys in a JSON text, without parsing it:
+    the count of `,`, `:`, `[` and `{`, which includes those inside strings. Raises ServiceError
+    INVALID_ARGUMENT if it exceeds MAX_VALUES."""
     count = sum(data.count(mark) for mark in b",:[{")
     if count > MAX_VALUES:
-        raise ServiceError(INVALID_ARGUMENT, f"the body has more than {MAX_VALUES} values")
+        raise ServiceError(INVALID_ARGUMENT, f"the body has more than {MAX_VALUES} values and keys")
     return count
 
 
 def parse_object(data: bytes | bytearray) -> dict[str, Any]:
-    """Parse a JSON object. Raises ServiceError INVALID_ARGUMENT."""
+    """Parse a JSON object. Raises ServiceError INVALID_ARGUMENT for invalid JSON or another type of
+    value."""
     try:
         value = from_json(data, allow_inf_nan=False)
     except ValueError as error:
@@ -154,10 +159,12 @@ FILE = "file"
 
 
 class FileForm:
-    """One form; consume `pieces` to the end, then `fields` and `filename` are complete."""
+    """Parser of a multipart form with one file. Read `pieces` to the end; then `fields` and
+    `filename` are complete."""
 
     def __init__(self, request: Request, max_file_bytes: int, timeout_s: float) -> None:
-        """Raises HTTPException 415 for another content type."""
+        """Prepare to parse the request's form. Raises HTTPException 415 if its content type is not
+        multipart/form-data."""
         kind, options = parse_options_header(request.headers.get("content-type", ""))
         boundary = options.get(b"boundary", b"")
         if kind != b"multipart/form-data" or not 1 <= len(boundary) <= MAX_BOUNDARY:
@@ -189,9 +196,9 @@ class FileForm:
         self._ended = False
 
     async def pieces(self, piece_bytes: int) -> AsyncGenerator[bytes, None]:
-        """Yield the file in pieces of `piece_bytes`; the last may be shorter. Raises ServiceError
-        for a malformed form, HTTPException 413 for a file that is too large and 408 for a slow
-        one."""
+        """Yield the file's content in pieces of `piece_bytes`; the last may be shorter. Raises
+        ServiceError for a malformed form or a missing file, HTTPException 413 for a file that is
+        too large and 408 for a client that sends too slowly."""
         declared = _declared_bytes(self._request)
         if declared is None:
             raise _invalid_form("the Content-Length header is not a valid number")
@@ -207,7 +214,10 @@ class FileForm:
                 async with asyncio.timeout_at(deadline):
                     chunk = await anext(chunks, None)
             except TimeoutError:
-                raise HTTPException(408, "the file is uploaded too slowly") from None
+                raise HTTPException(
+                    408,
+                    f"the upload took over {self._timeout_s:g} s plus 1 s for each {PACE} bytes",
+                ) from None
             except ClientDisconnect:
                 raise ServiceError(CANCELLED, "the client closed the connection") from None
             if chunk is None:
@@ -245,7 +255,9 @@ class FileForm:
         part.read_head()
         if part.name in self._names:
             raise ServiceError(
-                INVALID_ARGUMENT, f"{quoted(part.name)} occurs more than once", part.name
+                INVALID_ARGUMENT,
+                f"the form field {quoted(part.name)} occurs more than once",
+                part.name,
             )
         self._names.add(part.name)
         if part.name == FILE:
@@ -262,7 +274,9 @@ class FileForm:
         if len(self._part.value) > MAX_FIELD_BYTES:
             name = self._part.name
             raise ServiceError(
-                INVALID_ARGUMENT, f"the value of {quoted(name)} is too long", param=name
+                INVALID_ARGUMENT,
+                f"the form field {quoted(name)} is longer than {MAX_FIELD_BYTES} bytes",
+                param=name,
             )
 
     def _end_part(self) -> None:
@@ -277,7 +291,7 @@ class FileForm:
 
 
 class _Part:
-    """A part of a form: its head, and its value if it is not a file."""
+    """One part of a multipart form: its headers, and its value unless it is the file."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -301,7 +315,8 @@ class _Part:
         self._header = bytearray(), bytearray()
 
     def read_head(self) -> None:
-        """Parse the head. Raises ServiceError for a part without a name."""
+        """Parse the part's headers into `name` and `filename`. Raises ServiceError if the part has
+        no name."""
         kind, options = parse_options_header(self._headers.get(b"content-disposition", b""))
         if kind != b"form-data" or not options.get(b"name"):
             raise _invalid_form("a part of the form has no name")
@@ -311,11 +326,13 @@ class _Part:
     def _count(self, data: bytes) -> None:
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES:
-            raise _invalid_form("the headers of a form part are too long")
+            raise _invalid_form(
+                f"the headers of a form part are longer than {MAX_HEAD_BYTES} bytes"
+            )
 
 
 def _printable(data: bytes) -> str:
-    """Return the text with only characters that a log line may have."""
+    """Decode a name for log lines: unprintable characters become `?`, and at most 255 are kept."""
     text = data.decode("utf-8", "replace")
     return "".join(c if c.isprintable() else "?" for c in text)[:255]
 

@@ -1,10 +1,10 @@
-"""The OpenAPI document of all routes, and /docs, a page that shows it.
+"""The OpenAPI document of all routes (/openapi.json), and the web page /docs that shows it.
 
-A route is described where it is added: `@app.post(path, **describe(Body, response=Answer))`. Errors
-are described here, in the shape of the path's API.
+A route is described where it is added: `@app.post(path, **describe(Body, response=Answer))`. The
+error responses are added in this module, in the format of the API to which the path belongs.
 
-The page is Swagger UI (swagger-ui-dist 5.35.0 of npm, Apache-2.0; its licences lie beside it). A
-browser may load nothing from elsewhere.
+The page is Swagger UI (swagger-ui-dist 5.35.0 of npm, Apache-2.0; its licence files are in the same
+folder). It loads nothing from other hosts.
 """
 
 import asyncio
@@ -71,8 +71,8 @@ DAY = {"cache-control": "private, max-age=86400"}
 
 
 class ResponseModel(BaseModel):
-    """A type of response, or a part of one, for the API description alone. pydantic builds it only
-    when the description is made."""
+    """Base class of models that only describe responses in the OpenAPI document, and do not create
+    them. pydantic builds each model only when the document is made."""
 
     model_config = ConfigDict(defer_build=True)
 
@@ -86,12 +86,12 @@ def describe(
     form: Model | None = None,
     query: Model | None = None,
 ) -> dict[str, Any]:
-    """Return further arguments of a route that describe it: `bodies` are the types of its body (one
-    of several, or none), `response` is the type of its response.
+    """Return the keyword arguments that describe a route to FastAPI: `bodies` are the alternative
+    types of its request body (none: no body), `response` is the type of its response.
 
-    With `event` the response may be a stream of such events, and `end` is the data of its last one;
-    `stream` is LINES if they are not server-sent events. `form` has the fields of a form body,
-    `query` the optional parameters of the URL.
+    `event`: the response may be a stream of these events. `end` is the data of the last event.
+    `stream=LINES`: the stream has lines of JSON instead of server-sent events. `form` has the
+    fields of a form body, `query` the optional parameters of the URL.
     """
 
     def operation() -> dict[str, Any]:
@@ -128,7 +128,8 @@ def describe(
 
 
 def document(app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document, in a tenth of a second. `keys`: clients need a key."""
+    """Return the OpenAPI 3.1 document of all routes as an object; this takes about 0.1 s. `keys`:
+    the document says that clients need an API key."""
     for route in app.routes:
         extra = getattr(route, "openapi_extra", None) or {}
         if isinstance(route, APIRoute) and _DESCRIPTION in extra:
@@ -170,11 +171,12 @@ def _phrase(status: int) -> str:
 def _add(models: dict[str, Any], schemas: dict[str, Any]) -> None:
     for name, schema in schemas.items():
         if models.setdefault(name, schema) != schema:
-            raise ValueError(f"two models of the API description are named {name}")
+            raise ValueError(f"two different models of the OpenAPI document are named {name}")
 
 
 def _ref(model: Model, models: dict[str, Any]) -> dict[str, Any]:
-    """Return a reference to the model's schema; add it to `models` with all that it references."""
+    """Return a JSON reference to the model's schema. Adds that schema, and those that it refers to,
+    to `models`."""
     schema = model.model_json_schema(ref_template=_REF)
     models |= schema.pop("$defs", {})
     models[model.__name__] = schema
@@ -182,8 +184,8 @@ def _ref(model: Model, models: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_docs(app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool) -> None:
-    """Add the documentation routes; call it after all other routes are added. The document is made
-    on its first request."""
+    """Add the routes /openapi.json and /docs. Call it after all other routes are added. The
+    document is made at its first request."""
     cached: list[bytes] = []
 
     def make() -> bytes:
@@ -213,7 +215,8 @@ def add_docs(app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool) 
 
 
 def _asset(name: str, kind: str) -> Callable[[], Response]:
-    """Return the route of a file stored and sent compressed, since every browser takes that."""
+    """Return the handler of a documentation file, which is stored and sent in gzip form, since
+    every browser accepts gzip."""
     file = files("pdserve.gateway.http") / "assets" / f"{name}.gz"
     headers = {**SAFE, **DAY, "content-encoding": "gzip"}
 

@@ -1,10 +1,10 @@
-"""What is supported of a request: fields of several servers' APIs, and entries of several types,
-such as roles, parts of a content, tools and input items.
+"""Tables of the request features that are supported: the fields of several servers' APIs, and the
+types of a request's entries (roles, content parts, tools and input items).
 
-A field that would change the response is never ignored silently: each field that a route serves and
-that can change a response is in REFUSED_FIELDS, for the routes that do not serve it. Each API has
-tables of entry types, which its code uses and from which docs/api.md is generated. Pure except for
-logging.
+Every field that could change the response, and that some route serves, is in REFUSED_FIELDS: the
+other routes return an error for it instead of ignoring it. Each API has tables that say how each
+type of entry is handled; its code uses them, and docs/api.md is generated from them. Pure except
+for logging.
 """
 
 import logging
@@ -199,7 +199,8 @@ REQUEST_FIELDS = frozenset(("user", "session_id", "priority"))
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Return whether a value equals one of `neutral`, where true is not 1 and false is not 0."""
+    """Return whether `value` is one of `neutral`, the values with which a field requests nothing.
+    Unlike in Python, true is not equal to 1 and false is not equal to 0."""
     return any(
         value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral
     )
@@ -213,7 +214,8 @@ _OPAQUE = {"signature", "cache_control", "citations", "call_id", "tool_use_id", 
 
 
 class Handling(StrEnum):
-    """What happens to an entry of a type."""
+    """How a type of entry in a request is handled: served, left out, kept as text, dropped,
+    accepted without effect, or refused."""
 
     SERVED = "served"
     LEFT_OUT = "left out and logged"  # offers the model something that cannot run here
@@ -225,15 +227,17 @@ class Handling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EntryType:
-    """How entries of one type are handled. `text`: the fields that are kept of an entry that
-    becomes text. `of_client`: the client wrote the entry, otherwise the model or its provider."""
+    """How request entries of one type (a tool, a content part, an input item) are handled. `text`:
+    the fields that are kept if the entry is converted to text. `of_client`: the client wrote the
+    entry; otherwise the model or its provider wrote it."""
 
     handling: Handling
     text: tuple[str, ...] = ()
     of_client: bool = False
 
     def as_text(self, kind: str, value: Mapping[str, Any]) -> str:
-        """Return an entry of the conversation's history as text: its type, and its kept fields."""
+        """Convert an entry of the conversation's history to text: a line `[kind]`, then the values
+        of the kept fields."""
         values = {name: _readable(value[name], MAX_DEPTH) for name in self.text if name in value}
         lines = [
             item if isinstance(item, str) else to_json(item).decode()
@@ -254,22 +258,25 @@ DROPPED_TYPE, REFUSED_TYPE = EntryType(Handling.DROPPED), EntryType(Handling.REF
 
 
 def kept_as_text(*fields: str, of_client: bool = False) -> EntryType:
-    """Return the handling of entries of history of which `fields` are kept as text."""
+    """Return the EntryType of history entries that are converted to text, of which `fields` are
+    kept."""
     return EntryType(Handling.AS_TEXT, fields, of_client)
 
 
 def log_unsupported(handling: Handling, subject: str, kinds: Iterable[str]) -> None:
-    """Log the types of entries, or the fields, that are left out or dropped from a request."""
+    """Log which types of entries, or which fields, of a request are left out or dropped. Does
+    nothing without `kinds`."""
     if names := sorted(set(kinds)):
         log.info(
-            "a request has unsupported entries, %s: %s",
+            "a request has unsupported fields or entries, which are %s: %s",
             handling.value,
             cut(f"{subject} {', '.join(map(repr, names))}", MAX_QUOTED),
         )
 
 
 def _readable(value: Any, depth: int) -> Any:
-    """Return a value without parts that only its provider can read, and with text parts joined."""
+    """Return a field's value for the model: without parts that only the provider of the entry can
+    read, such as signatures and encrypted content, with text parts joined to one text."""
     if isinstance(value, Mapping):
         if not depth:
             return None

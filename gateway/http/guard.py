@@ -1,14 +1,16 @@
-"""The ASGI layer before every route: request ids in and out, API keys, Host and Origin, turns.
+"""The ASGI layer before all routes: assigns request ids, checks API keys and the Host and Origin
+headers, and lets keys take turns.
 
-A browser sends requests for any page it shows. On a server that only this machine reaches, and that
-needs no key, such a request must not pass as its user's: the names under which a browser knows the
-server (Host) and the page (Origin) must be this machine's.
+A web page can make its user's browser send requests to a local server. So a server that is
+reachable only from this machine, and has no API keys, refuses a request unless its Host and Origin
+headers name this machine or an allowed origin.
 
-One request enters in each pass of the event loop, and keys take turns: otherwise all that a flood
-has sent would be computed before another key's requests go on. Open paths take turns separately.
+One request enters in each pass of the event loop, and keys take turns, so that many requests of one
+key do not delay those of another key. Requests for open paths (health checks) take turns
+separately.
 
-Invariants: with keys set, a request without one reaches only the open routes; a server that only
-this machine reaches, without keys, answers no page of another origin.
+Invariants: with API keys configured, a request without a valid key reaches only the open paths; a
+local server without keys answers no web page of an origin that is not allowed.
 """
 
 import asyncio
@@ -39,7 +41,8 @@ _GOOD_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or address always means this machine."""
+    """Return whether a host name or IP address always means this machine, e.g. localhost or
+    127.0.0.1."""
     return len(host) <= MAX_NAME and _is_loopback(host)
 
 
@@ -55,8 +58,8 @@ def _is_loopback(host: str) -> bool:
 
 
 def foreign(headers: Headers, allowed_origins: Collection[str]) -> str:
-    """Return why a request to a loopback server is refused; empty if it is from this machine or
-    from an allowed origin."""
+    """Return the reason why a local server refuses a request with these headers; empty if the Host
+    and Origin headers name this machine, or an allowed origin."""
     if not is_loopback(_host_of(f"//{headers.get('host', '')}")):
         return "this server accepts only requests to localhost; set an API key to allow others"
     origin = headers.get("origin")
@@ -68,7 +71,7 @@ def foreign(headers: Headers, allowed_origins: Collection[str]) -> str:
 
 
 def _host_of(url: str) -> str:
-    """Return the host of a URL; empty if there is none."""
+    """Return the host name in a URL; empty if the URL has none or is invalid."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
@@ -76,10 +79,10 @@ def _host_of(url: str) -> str:
 
 
 class Guard:
-    """ASGI application that checks a request before it calls another one.
+    """ASGI application that checks each request before it passes it to the application `app`.
 
-    `open_paths` need no key. `local`: only this machine reaches the server, so that without keys
-    only pages of `allowed_origins` and of this machine may call it.
+    `open_paths` need no API key. `local`: the server is reachable only from this machine, so that
+    without keys only web pages of this machine and of `allowed_origins` may call it.
     """
 
     def __init__(
@@ -149,7 +152,7 @@ class Guard:
             await self._app(scope, receive, send_with_id)
 
     def _refusal(self, scope: Scope, headers: Headers, tenant: Tenant | None) -> HttpError | None:
-        """Return why the request reaches no route; None if it does."""
+        """Return the error with which the request is refused; None if it may reach its route."""
         if self._local and not self._keys.required:
             reason = foreign(headers, self._allowed_origins)
             return HttpError(403, reason, "forbidden") if reason else None
@@ -164,6 +167,7 @@ class Guard:
 
 
 def caller_of(request: Request) -> Caller:
-    """Return the caller of a request that the Guard has let in."""
+    """Return the Caller (tenant, request id and trace) that the Guard has attached to the
+    request."""
     caller: Caller = request.state.caller
     return caller

@@ -1,15 +1,17 @@
-"""Responses that take time: a whole one, a file, or a stream of events framed by their API.
+"""HTTP responses that take time: a complete JSON body, a file, or a stream of events.
 
-All watch the connection while they work: when the client leaves, the work is cancelled at once. The
-server ends the connection of a client that takes nothing (serving/protocol.py). An error before the
-first byte is an ordinary error response; later it is the last event. The head of a stream is sent
-HEAD_S after its prompt is accepted, if no event comes before, so that an earlier refusal, also by a
-router or a worker, has its own status.
+Each response watches its connection while it is generated: when the client disconnects, the
+generation is cancelled at once. A client that reads nothing loses its connection
+(serving/protocol.py). An error before the first byte is sent becomes an ordinary error response; a
+later one becomes the stream's last event. The status and headers of a stream are sent HEAD_S
+seconds after its prompt is accepted, or with the first event if that comes before, so that a
+refusal by the gateway, a router or a worker has its own status code.
 
-Bytes made and not yet taken are bounded over all connections. Beyond the bound, the key that holds
-most loses its oldest response, with the connection; the response that needs the room is exempt. So
-a new response is always sent, and slow clients of one key do not cost another key's responses
-before their own. Each kind of response takes part in this account, so they are one file.
+The bytes that clients have not read yet are limited for all connections together. Beyond the limit,
+the key with the most unread bytes loses its oldest response and that connection is closed; the
+response that needs the memory is exempt. So a new response can always be sent, and slow clients of
+one key lose their own responses before those of other keys. Every kind of response counts its bytes
+this way, so all are in one file.
 """
 
 import asyncio
@@ -44,8 +46,8 @@ MAX_HELD_BYTES = 512 << 20
 
 @dataclass(eq=False, slots=True)
 class HeldResponse:
-    """A response with bytes that its client has not taken; `dropped` gets a result when the
-    connection is to be closed to free its memory."""
+    """A response whose bytes the client has not read yet. `dropped` is resolved when the connection
+    must be closed to free the memory."""
 
     owner: bytes
     dropped: asyncio.Future[None]
@@ -53,7 +55,8 @@ class HeldResponse:
 
 
 class HeldResponses:
-    """The held responses of one server, and the bound on their bytes."""
+    """The responses of one server that clients have not fully read, and the limit on the sum of
+    their bytes."""
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -62,8 +65,8 @@ class HeldResponses:
 
     @contextmanager
     def answer(self, owner: bytes) -> Iterator[HeldResponse]:
-        """Register a response of a key, which holds no bytes yet, for the block; then release
-        it."""
+        """Register a response of the key `owner` while the `with` block runs. It starts with 0
+        bytes, and its bytes are released at the end."""
         answer = HeldResponse(owner, asyncio.get_running_loop().create_future())
         self._answers[answer] = None
         try:
@@ -73,7 +76,8 @@ class HeldResponses:
             del self._answers[answer]
 
     def hold(self, answer: HeldResponse, num_bytes: int) -> None:
-        """Count `num_bytes` of the response as made and not yet taken."""
+        """Count `num_bytes` more of the response as generated and not yet read. Beyond the limit,
+        drops the oldest responses of the key with the most unread bytes, but not this response."""
         answer.num_bytes += num_bytes
         self.total += num_bytes
         while self.total > self._max_bytes:
@@ -90,7 +94,7 @@ class HeldResponses:
                 oldest.dropped.set_result(None)
 
     def release(self, answer: HeldResponse, num_bytes: int) -> None:
-        """Count `num_bytes` of the response as taken."""
+        """Count `num_bytes` of the response as read by the client."""
         freed = min(num_bytes, answer.num_bytes)  # nothing, once it is dropped
         answer.num_bytes -= freed
         self.total -= freed
@@ -113,24 +117,26 @@ HELD = "pdserve.held"  # the HeldResponses of all its connections
 
 
 class DirectWrite:
-    """A way for the producer of a stream's events to write one at once. The EventStream opens and
-    closes it."""
+    """Lets the generator of a stream send an event directly to the connection instead of yielding
+    it. The EventStream opens it and closes it."""
 
     def __init__(self) -> None:
         self._write: Callable[[bytes], bool] | None = None
         self.last_write = 0.0  # a reading of time.monotonic
 
     def open(self, write: Callable[[bytes], bool] | None) -> None:
-        """Set the function that sends a piece of the body at once, or returns False."""
+        """Set the function that sends a piece of the body at once and returns whether it did. None
+        disables direct writes."""
         self._write = write
 
     def close(self) -> None:
         self._write = None
 
     def write(self, event: bytes) -> bool:
-        """Send a short event, and return whether it was sent. If not, yield it instead.
+        """Send a short event directly. Returns False if it was not sent; then the caller must yield
+        it.
 
-        Call it only when all earlier events have been sent.
+        Call it only after all earlier events have been sent.
         """
         if self._write is None or not self._write(event):
             return False
@@ -144,17 +150,18 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _public(error: Exception, scope: Scope) -> HttpError:
-    """Return the error as the client may see it; log an unexpected one."""
+    """Return the error that the client receives for an exception. Logs an exception that is not a
+    ServiceError."""
     caller = scope.get("state", {}).get("caller")
     if not isinstance(error, ServiceError):
         request = {"request": caller.request_id if caller else ""}
-        log.error("a request failed", exc_info=error, extra=request)
+        log.error("a request failed with an unexpected exception", exc_info=error, extra=request)
     return replace(HttpError.of(error), request_id=caller.shown_id if caller else "")
 
 
 class Reply(Response):
-    """Response whose body is a JSON object, or its text, that `work` returns. Sends nothing if the
-    client leaves before `work` is done."""
+    """Response whose body is the JSON object, or its text as JsonPieces, that the awaitable `work`
+    returns. Cancels `work` and sends nothing if the client disconnects before it is done."""
 
     def __init__(self, work: Awaitable[dict[str, Any] | JsonPieces], errors: ErrorFormat) -> None:
         self._work = work
@@ -185,7 +192,8 @@ class Reply(Response):
 
 
 async def _send_json(pieces: JsonPieces, send: Send) -> None:
-    """Send the pieces; the server sends a part once the client has taken those before."""
+    """Send status, headers and the JSON body. The server accepts each part of the body only after
+    the client has read most of the parts before."""
     remaining = pieces.num_bytes
     headers = [(b"content-type", b"application/json"), (b"content-length", str(remaining).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -195,8 +203,8 @@ async def _send_json(pieces: JsonPieces, send: Send) -> None:
 
 
 async def _send_held(pieces: JsonPieces, scope: Scope, send: Send) -> None:
-    """Send the pieces as `_send_json` does. Closes the connection if held responses exceed their
-    bound before the client has taken this one."""
+    """Send a long JSON body and count it as unread until it is sent. Closes the connection if
+    unread responses exceed their limit and this one is chosen to be dropped."""
     held_responses = _held_responses(scope)
     with held_responses.answer(_owner(scope)) as answer:
         held_responses.hold(answer, pieces.num_bytes)
@@ -223,8 +231,8 @@ def _owner(scope: Scope) -> bytes:
 
 
 class PieceStream(Response):
-    """Response that sends bytes of a known length as a generator yields them. Closes the connection
-    if the generator fails."""
+    """Response that sends a body of known length, such as a file, as a generator yields its pieces.
+    Closes the connection if the generator fails."""
 
     def __init__(
         self, pieces: AsyncGenerator[bytes, None], num_bytes: int, media_type: str
@@ -245,7 +253,10 @@ class PieceStream(Response):
                 sending.result()
                 return
         except ServiceError as error:
-            log.warning("closing a connection: cannot send the file: %s", error.message)
+            log.warning(
+                "closing the connection of a download: cannot read the rest of the file: %s",
+                error.message,
+            )
         finally:
             await _cancel(watching, sending)
         await _drop_connection(scope)
@@ -261,14 +272,14 @@ class PieceStream(Response):
 
 
 class EventStream(Response):
-    """Response that sends the events of a generator as they come.
+    """Response that sends the events of a generator as they are made.
 
-    Events that the client does not take wait here, up to `max_buffer_bytes` and `stall_s` without
-    progress; beyond either the generator is closed, which cancels its requests. Long events are
-    bounded as whole answers are: several may come at once, faster than a client can take them.
-    `direct` is open from the first event until the client lags: the producer of the events may
-    write the next one through it instead of yielding it. `ping` makes an event for a client that
-    has got nothing for SILENCE_S.
+    Events that the client does not read are buffered, up to `max_buffer_bytes` and for `stall_s`
+    without progress; beyond either limit the generator is closed, which cancels its requests, and
+    the connection is closed. Events over PIECE_BYTES count against the limit of HeldResponses
+    instead. After the first event, and until the client lags, `direct` is open: the generator may
+    write events through it instead of yielding them. `ping` returns an event that is sent after
+    SILENCE_S without another event.
     """
 
     def __init__(
@@ -321,9 +332,11 @@ class EventStream(Response):
                     await _drop_connection(scope)
 
     async def _keep_alive(self, scope: Scope, send: Send) -> float:
-        """Send the head, or a ping, if it is due. Returns the seconds until the next check.
+        """Send the response's status and headers, or a ping event, if one is due. Returns the
+        seconds until the next check.
 
-        Another task writes the events. No ping is sent while it waits for the client to take one.
+        Another task writes the events; no ping is sent while that task waits for the client to
+        read.
         """
         if not self._begun:
             caller = scope.get("state", {}).get("caller")
@@ -344,7 +357,8 @@ class EventStream(Response):
         return SILENCE_S
 
     async def _begin(self, send: Send) -> None:
-        """Send the head, or wait for the task that sends it."""
+        """Send the response's status and headers once; if another task is sending them, wait for
+        it."""
         if self._begun and not self._sending_head.locked():
             return
         async with self._sending_head:
@@ -399,9 +413,10 @@ class EventStream(Response):
         write: Callable[[bytes], Awaitable[None]],
         scope: Scope,
     ) -> AsyncGenerator[Event, None] | None:
-        """Write short events as they come while the client keeps up, which costs a token no turn of
-        another task. Returns the remaining events, which must wait for the client, or None. On
-        another server, assumes that the client does not keep up."""
+        """Write short events directly as they are made while the client keeps up, without a switch
+        to another task. Returns the generator of the remaining events when the client lags or an
+        event is long; None at the end of the stream. On a server without the KEEPS_UP extension,
+        assumes that the client lags."""
         extensions = scope.get("extensions", {})
         keeps_up: Callable[[], bool] = extensions.get(KEEPS_UP, lambda: False)
         async for event in events:
@@ -416,8 +431,8 @@ class EventStream(Response):
     async def _with_error_event(
         self, scope: Scope, long_events: "_LongEvents"
     ) -> AsyncGenerator[Event, None]:
-        """Yield the events. An error after the first event, or after the head, becomes the last
-        event; an earlier one is raised."""
+        """Yield the stream's events. An exception after the first event, or after the status is
+        sent, becomes the last event; an earlier exception is raised."""
         has_begun = False
         try:
             async with aclosing(self._events) as events:
@@ -443,7 +458,8 @@ async def _with_first(
 
 
 class _LongEvents:
-    """Counts the bytes of the long events of one stream; a piece that several share counts once."""
+    """Counts the unread bytes of one stream's long events in HeldResponses. A byte string that
+    several events share counts once."""
 
     def __init__(self, held: HeldResponses, answer: HeldResponse) -> None:
         self._held = held
@@ -457,8 +473,8 @@ class _LongEvents:
             self._held.hold(self._answer, sum(new.values()))
 
     def parts(self, event: Event) -> Iterator[bytes]:
-        """Yield the parts of an event that are written at once. When the client has taken all of
-        them, release the pieces that no other event has."""
+        """Yield the parts of an event in which it is written. After the last part is read by the
+        client, releases the byte strings that no other waiting event shares."""
         if isinstance(event, bytes):
             yield event
             return
@@ -471,7 +487,7 @@ class _LongEvents:
 
 
 class _Joined(JsonPieces):
-    """Several events that are written as one."""
+    """Several waiting events that are written together in one piece."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -492,7 +508,7 @@ def _joined(events: Sequence[Event]) -> Event:
 
 
 async def _drop_connection(scope: Scope) -> None:
-    """Close a connection whose response was not completed, and discard its unsent data."""
+    """Close the connection of a response that was not completed, and discard its unsent data."""
     drop = scope.get("extensions", {}).get(DROP)
     if drop is not None:
         drop()

@@ -1,6 +1,7 @@
-"""Fields with which clients of several servers set whether, and how much, a model thinks.
+"""Request fields with which clients of several servers control whether, and how much, a model
+thinks before it answers.
 
-They become variables of chat templates, and a bound on the tokens of reasoning.
+They are converted to variables of chat templates, and to a limit on reasoning tokens.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,14 +29,14 @@ Effort = Annotated[
 
 
 class ThinkingBody(StrictModel):
-    """Anthropic's `thinking`, which GLM, DeepSeek and others share."""
+    """The request field `thinking` of Anthropic's API, which GLM, DeepSeek and others share."""
 
     type: Literal["enabled", "adaptive", "auto", "disabled"]
     budget_tokens: int | None = Field(None, ge=-1)  # -1: no bound
 
 
 class ReasoningBody(StrictModel):
-    """OpenRouter's `reasoning`: whether and how much a model thinks."""
+    """The request field `reasoning` of OpenRouter's API: whether and how much a model thinks."""
 
     enabled: bool | None = None
     effort: Effort = None
@@ -44,7 +45,8 @@ class ReasoningBody(StrictModel):
     summary: Any = None  # all of it is shown; in /v1/responses as the summary, too, unless null
 
     def choice(self) -> "ThinkingChoice":
-        """Return the choice. A bound on reasoning enables it."""
+        """Convert the field to a ThinkingChoice. A limit on reasoning tokens enables thinking
+        unless `enabled` is set."""
         budget = None if self.max_tokens == -1 or self.enabled is False else self.max_tokens
         enabled = True if self.enabled is None and budget is not None else self.enabled
         return ThinkingChoice("reasoning", enabled, self.effort, budget)
@@ -52,7 +54,8 @@ class ReasoningBody(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class ThinkingChoice:
-    """What one field sets about thinking; None: it does not set this."""
+    """What one request field says about thinking; an attribute is None if the field does not say
+    it."""
 
     field: str
     enabled: bool | None = None
@@ -61,8 +64,8 @@ class ThinkingChoice:
 
 
 def _expect(expected: str) -> WrapValidator:
-    """Return a validator whose error names only the field and what is expected; pydantic's would
-    name each failed alternative of the union."""
+    """Return a pydantic validator whose error is "must be {expected}". The default error would name
+    every alternative of the union that failed."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -80,8 +83,8 @@ Think = Annotated[
 
 
 def thinking_variables(fields: Iterable[ThinkingChoice]) -> dict[str, Any]:
-    """Return the template variables of the fields. Raises ServiceError for fields that contradict
-    each other."""
+    """Return the chat template's variables that the request fields set. Raises ServiceError for
+    fields that contradict each other."""
     variables: dict[str, Any] = {}
     sources: dict[str, str] = {}  # the fields that set them
     disabled = effort = ""  # the fields that disable thinking, and that set its effort
@@ -103,18 +106,19 @@ def thinking_variables(fields: Iterable[ThinkingChoice]) -> dict[str, Any]:
 
 
 def thinking_budget(bounds: Mapping[str, int]) -> dict[str, Any]:
-    """Return the bound on reasoning tokens as fields of RequestedSampling. `bounds` has at most one
-    bound, by the field that sets it; -1 means none. Raises ServiceError for several bounds."""
+    """Return the limit on reasoning tokens as fields of RequestedSampling. `bounds` maps the
+    request field that sets a limit to the limit; -1 means no limit. Raises ServiceError if several
+    fields set one."""
     names = list(bounds)
     if len(names) > 1:
-        raise refuse(names[1], f"give either {names[0]} or {names[1]}")
+        raise refuse(names[1], f"set either {names[0]} or {names[1]}, not both")
     if not names or bounds[names[0]] == -1:
         return {}
     return {"thinking_budget": bounds[names[0]], "thinking_budget_field": names[0]}
 
 
 class ThinkingFields(StrictModel):
-    """The fields about thinking that a body may have at its top level."""
+    """The fields about thinking that a request body may have at its top level."""
 
     enable_thinking: bool | None = None  # Qwen, vLLM
     think: Think = None  # Ollama
@@ -127,12 +131,13 @@ class ThinkingFields(StrictModel):
     ] = None
 
     def thinking_variables(self) -> dict[str, Any]:
-        """Return the template variables. Raises ServiceError for fields that contradict each
-        other."""
+        """Return the chat template's variables that these fields set. Raises ServiceError for
+        fields that contradict each other."""
         return thinking_variables(self._thinking_fields())
 
     def thinking_bounds(self) -> dict[str, int]:
-        """Return the bounds on reasoning tokens, by the field that sets each."""
+        """Return the limits on reasoning tokens, by the name of the request field that sets
+        each."""
         return {
             f"{field.field}.{'max_tokens' if field.field == 'reasoning' else 'budget_tokens'}":
             field.budget

@@ -1,5 +1,5 @@
-"""Checks of request bodies for all APIs: strict types, known fields that are not served, and
-the error texts."""
+"""Validation of request bodies for all APIs: strict types, errors for known fields that a route
+does not serve, and the error texts."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -64,7 +64,8 @@ Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 
 
 def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
-    """Check a tool's schema. Takes less than a millisecond, however large it is."""
+    """Check the JSON schema of a tool's arguments: it must describe an object and stay within the
+    size limits. Takes less than a millisecond, however large it is. Raises ValueError."""
     types = schema.get("type")
     names = types if isinstance(types, list) else [types]
     if not any(name is None or str(name).lower() in OBJECT_TYPES for name in names):
@@ -74,8 +75,8 @@ def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema_size(schema: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the numbers of values and characters. Raises ValueError for too many of them, or too
-    many levels."""
+    """Return the number of values and of characters in a JSON schema. Raises ValueError if either,
+    or the depth of nesting, exceeds its limit."""
     level: list[Any] = [schema]
     num_values = num_chars = 0
     for _ in range(MAX_SCHEMA_DEPTH):
@@ -99,8 +100,8 @@ def _schema_size(schema: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Check the tools of a request. Raises ServiceError if they are too many, or too large, one by
-    one or together."""
+    """Check the limits on a request's tools: their number, the schema size of each, and the size of
+    all schemas and descriptions together. Raises ServiceError if one is exceeded."""
     if len(tools) > MAX_TOOLS:
         raise refuse("tools", f"tools: at most {MAX_TOOLS} tools, not {len(tools)}")
     num_values = num_chars = 0
@@ -125,7 +126,8 @@ ToolDescription = Annotated[str, StringConstraints(max_length=1 << 16)]
 
 
 class StrictModel(BaseModel):
-    """Strict types: no "5" for 5, no true for 1, no NaN. An integer may be written as 16.0."""
+    """Base class of request models with strict types: "5" is not accepted for 5, nor true for 1,
+    nor NaN. An integer may be written as 16.0."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -144,7 +146,7 @@ class StrictModel(BaseModel):
 
 @cache
 def _integer_fields(kind: type[BaseModel]) -> tuple[str, ...]:
-    """Return the names of fields that are an integer, or a list of integers."""
+    """Return the names of the model's fields whose value is an integer or a list of integers."""
     return tuple(
         field.alias or name
         for name, field in kind.model_fields.items()
@@ -200,15 +202,16 @@ def parse_body(
     left_out: Collection[str] = (),
     of_other_routes: Collection[str] = (),
 ) -> M:
-    """Parse a body with the fields of `kind`.
+    """Validate a request body as a model of type `kind`, and return the model.
 
-    A `refused` field that is neither among them nor `ignored` may have only the values listed for
-    it, which request nothing; `instead` has the field to use in its place, for the error text. A
-    `left_out` field is ignored and logged; unknown fields are ignored. The error for fields
-    `of_other_routes` says so. Raises ServiceError INVALID_ARGUMENT naming the first wrong field.
+    A `refused` field that is not a field of `kind` may have only the values listed for it, which
+    request nothing; for any other value an error is raised, which suggests the field in `instead`
+    and, for fields `of_other_routes`, says that the field belongs to another request. An `ignored`
+    or unknown field has no effect; a `left_out` field has none and is logged. Raises ServiceError
+    INVALID_ARGUMENT that names the first wrong field.
     """
     if len(body) > MAX_FIELDS:
-        raise refuse("", f"the body has {len(body)} fields, at most {MAX_FIELDS}")
+        raise refuse("", f"the body has {len(body)} fields; the limit is {MAX_FIELDS}")
     for name, value in body.items():
         if name in kind.model_fields or name in ignored or name not in refused:
             continue
@@ -222,13 +225,13 @@ def parse_body(
     unknown = set(body) - kind.model_fields.keys() - {*ignored, *refused, *left_out}
     if unknown:
         names = ", ".join(repr(name[:40]) for name in sorted(unknown)[:MAX_LOGGED_NAMES])
-        log.debug("ignored %d unknown fields: %s", len(unknown), names)
+        log.debug("ignored %d unknown fields of a request: %s", len(unknown), names)
     return model
 
 
 def parsed(kind: type[M], value: Any, path: str = "") -> M:
-    """Return a checked value; `path` is its place in the request. Raises ServiceError
-    INVALID_ARGUMENT naming the first wrong field."""
+    """Validate one value of a request as a model of type `kind`; `path` is the value's place in the
+    request. Raises ServiceError INVALID_ARGUMENT that names the first wrong field."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -236,8 +239,8 @@ def parsed(kind: type[M], value: Any, path: str = "") -> M:
 
 
 def check_served(table: EntryTypes, kind: str, path: str) -> None:
-    """Check that entries of type `kind` are not refused. Raises ServiceError that names the types
-    that are served."""
+    """Check that `table` does not refuse request entries of type `kind`. Raises ServiceError that
+    names the types that are served; `path` is the entry's place in the request."""
     if table.get(kind, REFUSED_TYPE).handling is Handling.REFUSED:
         served = ", ".join(
             quoted(name) for name, entry_type in table.items() if entry_type is SERVED_TYPE
@@ -247,7 +250,8 @@ def check_served(table: EntryTypes, kind: str, path: str) -> None:
 
 
 def first_error(error: ValidationError, path: str = "") -> ServiceError:
-    """Return the error for the first wrong field below `path`, in OpenAI's notation."""
+    """Convert pydantic's first validation error to a ServiceError that names the wrong field, e.g.
+    `messages[0].content`; `path` is put before the name."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     param = path
     for part in first["loc"]:

@@ -1,4 +1,3 @@
-"""Ollama's API: chats, single prompts, embeddings and the list of models, over the Service that all
-APIs share."""
+"""Ollama's HTTP API: chats, single prompts, embeddings and the list of models."""
 
 from pdserve.gateway.ollama.api import OllamaApi

@@ -1,6 +1,5 @@
-"""Ollama's API on the HTTP shell: its routes, its lines of JSON, its errors, and the models that
-describe its responses. Times are in nanoseconds.
-"""
+"""Ollama's API as an HttpApi: its routes, its streams (one JSON object per line), its errors, and
+the models that describe its responses. Durations are in nanoseconds."""
 
 from functools import partial
 from typing import Any
@@ -29,7 +28,8 @@ from pdserve.gateway.service import Service
 
 
 class OllamaError(ResponseModel):
-    """The body of every error, and the last line of a stream that fails."""
+    """The JSON body of every error response, and the last line of a stream that ends with an
+    error."""
 
     error: str
 
@@ -53,8 +53,9 @@ class OllamaAnswerMessage(ResponseModel):
 
 
 class OllamaProgress(ResponseModel):
-    """`load_duration` is the time until the prompt was ready, `prompt_eval_duration` the time from
-    then to the first token. The last line of a stream has the counts and times."""
+    """The fields that answers of /api/chat and /api/generate share. `load_duration` is the time
+    until the prompt was ready, `prompt_eval_duration` the time from then to the first token. In a
+    stream only the last line has the counts and durations."""
 
     model: str
     created_at: str
@@ -70,13 +71,13 @@ class OllamaProgress(ResponseModel):
 
 
 class OllamaChat(OllamaProgress):
-    """The answer of /api/chat, or a line of a streamed one."""
+    """The answer of /api/chat, or one line of its stream."""
 
     message: OllamaAnswerMessage
 
 
 class OllamaGenerated(OllamaProgress):
-    """The answer of /api/generate, or a line of a streamed one."""
+    """The answer of /api/generate, or one line of its stream."""
 
     response: str
     thinking: str | None = None
@@ -84,7 +85,7 @@ class OllamaGenerated(OllamaProgress):
 
 
 class OllamaDetails(ResponseModel):
-    """Details of a model; unknown ones are empty."""
+    """Details of a model; a field is empty if its value is not known."""
 
     parent_model: str
     format: str
@@ -104,26 +105,28 @@ class OllamaTag(ResponseModel):
 
 
 class OllamaTags(ResponseModel):
-    """The answer of /api/tags."""
+    """The answer of /api/tags: the served models and their aliases."""
 
     models: list[OllamaTag]
 
 
 class OllamaProcess(OllamaTag):
-    """A model that workers serve; it is never unloaded."""
+    """A loaded model in the answer of /api/ps. `expires_at` is in the year 9999, as models are
+    never unloaded."""
 
     expires_at: str
     context_length: int
 
 
 class OllamaProcesses(ResponseModel):
-    """The answer of /api/ps."""
+    """The answer of /api/ps: the loaded models, which are all served models."""
 
     models: list[OllamaProcess]
 
 
 class OllamaModel(ResponseModel):
-    """The answer of /api/show. The template is the model's own, in jinja2."""
+    """The answer of /api/show: the description of a model. `template` is its chat template, in
+    jinja2."""
 
     modified_at: str
     template: str
@@ -138,7 +141,7 @@ class OllamaVersion(ResponseModel):
 
 
 class OllamaVectors(ResponseModel):
-    """The answer of /api/embed. Each vector has length 1."""
+    """The answer of /api/embed: one vector for each text, normalized to length 1."""
 
     model: str
     embeddings: list[list[float]]
@@ -148,7 +151,7 @@ class OllamaVectors(ResponseModel):
 
 
 class OllamaVector(ResponseModel):
-    """The answer of /api/embeddings: the vector as the model returns it."""
+    """The answer of /api/embeddings: the vector of the text, as the model returns it."""
 
     embedding: list[float]
 
@@ -157,8 +160,8 @@ API_VERSION = "0.12.11"  # the emulated version of Ollama; editors refuse versio
 
 
 class OllamaApi(HttpApi):
-    """/api/chat, /api/generate, /api/embed, /api/embeddings, /api/tags, /api/ps, /api/show and
-    /api/version."""
+    """Ollama's API: /api/chat, /api/generate, /api/embed, /api/embeddings, /api/tags, /api/ps,
+    /api/show and /api/version."""
 
     paths: tuple[str, ...] = ("/api/",)
     not_offered: tuple[str, ...] = tuple(
@@ -190,7 +193,8 @@ class OllamaApi(HttpApi):
             **describe(OllamaChatBody, response=OllamaChat, event=OllamaChat, stream=LINES),
         )
         async def chat(request: Request) -> Response:
-            """Generate the next message of a conversation; without messages, load the model."""
+            """Generate the next message of a conversation. A request without messages generates
+            nothing; clients send it to load the model."""
             return self._answer(await self._read(request, OllamaChatBody), request)
 
         @app.post(
@@ -200,7 +204,8 @@ class OllamaApi(HttpApi):
             ),
         )
         async def generate(request: Request) -> Response:
-            """Answer one message, or continue a raw text; without a prompt, load the model."""
+            """Answer one message, or continue a raw text. A request without a prompt generates
+            nothing; clients send it to load the model."""
             return self._answer(await self._read(request, OllamaGenerateBody), request)
 
         @app.post("/api/embed", **describe(OllamaEmbedBody, response=OllamaVectors))
@@ -228,12 +233,13 @@ class OllamaApi(HttpApi):
 
         @app.get("/api/ps", **describe(response=OllamaProcesses))
         async def ps() -> Response:
-            """List the loaded models; every served model is loaded."""
+            """List the loaded models, which are all served models."""
             return JSONResponse(await processes(service))
 
         @app.get("/api/version", **describe(response=OllamaVersion))
         async def version() -> Response:
-            """Get the version of Ollama's API; /version returns that of the server."""
+            """Get the version of Ollama whose API this server emulates. The server's own version is
+            at /version."""
             return JSONResponse({"version": API_VERSION})
 
     async def _read(self, request: Request, kind: type[Any]) -> Any:

@@ -1,7 +1,7 @@
-"""What Ollama's API returns: generated responses, whole or line by line, embeddings, and the models
-of the fleet.
+"""Generates the answers of Ollama's API: text, whole or as lines of JSON, embeddings, and
+descriptions of the served models.
 
-Invariant: a call is returned once, when it is complete.
+Invariant: a tool call is returned once, when it is complete.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -47,20 +47,22 @@ _CAPABILITIES = {
 
 
 async def served_name(service: Service, name: str) -> str:
-    """Return the name without the tag `latest`, unless a model or an alias has that tag."""
+    """Return the model's name without the tag `:latest`, unless a served model or an alias has that
+    tag."""
     if not name.endswith(LATEST) or await service.catalog.knows(name):
         return name
     return name.removesuffix(LATEST)
 
 
 async def tags(service: Service) -> dict[str, Any]:
-    """Return the served models and their aliases."""
+    """Return the answer of /api/tags: the served models and their aliases."""
     cards = await service.catalog.listed()
     return {"models": [_tag(name, card) for name, card in cards.items()]}
 
 
 async def processes(service: Service) -> dict[str, Any]:
-    """Return the loaded models, which are all served models."""
+    """Return the answer of /api/ps: the loaded models, which are all served models and their
+    aliases."""
     cards = await service.catalog.listed()
     return {
         "models": [
@@ -71,7 +73,7 @@ async def processes(service: Service) -> dict[str, Any]:
 
 
 async def show(service: Service, name: str) -> dict[str, Any]:
-    """Return the description of one model. Raises ServiceError."""
+    """Return the answer of /api/show: the description of one model. Raises ServiceError."""
     model = await service.catalog.get(await served_name(service, name))
     card = model.card
     abilities = capabilities(service, card)
@@ -120,7 +122,7 @@ def _modified(card: ModelCard) -> str:
 
 
 def time_text(time: datetime) -> str:
-    """Return a UTC time in this API's format."""
+    """Return a UTC time as text in Ollama's format, with microseconds and a final Z."""
     return time.replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
 
 
@@ -128,13 +130,14 @@ _REASONS = {"tool_calls": "stop"}  # finish reasons that this API names differen
 
 
 class OllamaContent:
-    """Converts each delta to a message."""
+    """Converts the pieces of the model's output to messages in Ollama's format."""
 
     def __init__(self) -> None:
         self._call: list[ContentPart] = []  # parts of the incomplete call
 
     def push(self, delta: Delta) -> dict[str, Any]:
-        """Return the new `content`, `thinking` and `tool_calls`, without those that are empty."""
+        """Add a piece of the model's output. Returns its `content`, `thinking` and the `tool_calls`
+        that it completes; empty fields are left out."""
         calls = self._complete(delta)
         fields = {
             "content": text_of(delta.content),
@@ -161,7 +164,7 @@ class OllamaContent:
 
 
 def joined(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join the messages of a stream to one message."""
+    """Join the partial messages of a stream to one message."""
     message = {
         "content": "".join(part.get("content", "") for part in messages),
         "thinking": "".join(part.get("thinking", "") for part in messages),
@@ -179,7 +182,8 @@ def _call(call: ToolCallPart) -> dict[str, Any]:
 
 
 class OllamaReply:
-    """Generates the response to a request: take either `whole` or `lines`."""
+    """Generates the answer to a chat or a completion in Ollama's format. Call either `whole` or
+    `lines`, once."""
 
     def __init__(
         self,
@@ -198,7 +202,7 @@ class OllamaReply:
         self._end: dict[str, Any] = {}  # fields of the last line
 
     async def whole(self) -> JsonPieces:
-        """Return the JSON text. Raises ServiceError."""
+        """Generate the whole answer and return its JSON text. Raises ServiceError."""
         messages, scores = [], JsonList()
         async with aclosing(self._messages(held=True)) as deltas:
             async for message, tokens in deltas:
@@ -210,7 +214,8 @@ class OllamaReply:
         return object_json(answer)
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
-        """Yield the lines. Raises ServiceError."""
+        """Generate the answer and yield it as lines of JSON; the last one has the token counts and
+        durations. Raises ServiceError."""
         async with aclosing(self._messages(held=False)) as deltas:
             async for message, tokens in deltas:
                 extra = {"logprobs": _scores(tokens)} if tokens else {}
@@ -221,8 +226,8 @@ class OllamaReply:
     async def _messages(
         self, *, held: bool
     ) -> AsyncGenerator[tuple[dict[str, Any], Sequence[ScoredToken]], None]:
-        """Yield the message of each delta, and its tokens; `held`: all are kept until the answer is
-        complete."""
+        """Generate the answer and yield it as partial messages, each with the log-probabilities of
+        its tokens. `held`: the caller keeps them all until the end, so their memory is limited."""
         name = await served_name(self._service, self._request.model)
         async with self._service.prepare(
             replace(self._request, model=name), self._caller
@@ -252,8 +257,8 @@ class OllamaReply:
 
 
 async def load(service: Service, name: str, caller: Caller, *, is_chat: bool) -> dict[str, Any]:
-    """Return the answer to a request without a prompt, which only loads a model. Raises
-    ServiceError."""
+    """Return the answer to a request without a prompt, with which clients of Ollama load a model.
+    Raises ServiceError if the model is not served."""
     with service.limits.admit(caller.tenant.id):
         await service.count(caller)
         model = await service.catalog.get(await served_name(service, name))
@@ -264,7 +269,8 @@ async def load(service: Service, name: str, caller: Caller, *, is_chat: bool) ->
 def answer(
     model: str, message: dict[str, Any], extra: dict[str, Any], *, is_chat: bool
 ) -> dict[str, Any]:
-    """Return the object of a whole answer or of a line."""
+    """Return the JSON object of a whole answer, or of one line of a stream. `extra` has further
+    fields of the object."""
     head = {"model": model, "created_at": time_text(datetime.now(UTC))}
     if is_chat:
         return {**head, "message": {"role": "assistant", "content": "", **message}, **extra}
@@ -273,7 +279,8 @@ def answer(
 
 
 def times(state: RequestSnapshot) -> dict[str, int]:
-    """Return the durations of a request's parts, in nanoseconds."""
+    """Return the durations of a request's phases (load, prompt, generation and total), in
+    nanoseconds."""
     total_s = state.elapsed_s
     first_s = total_s if state.first_token_s is None else state.first_token_s
     prepared_s = first_s if state.prepared_s is None else state.prepared_s
@@ -286,7 +293,7 @@ def times(state: RequestSnapshot) -> dict[str, int]:
 
 
 def line(value: dict[str, Any]) -> bytes:
-    """Return an object as a line of a stream."""
+    """Return a JSON object as one line of a stream."""
     return to_json(value) + b"\n"
 
 
@@ -299,7 +306,8 @@ def _scores(tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
 
 
 class _Vectors(EmbeddingReply):
-    """The answer of /api/embed: vectors of length 1. A text that is too long keeps its start."""
+    """Computes the answer of /api/embed: vectors of length 1. A text that is too long loses its
+    end."""
 
     keeps_start = True
 
@@ -318,7 +326,7 @@ class _Vectors(EmbeddingReply):
 
 
 class _Vector(EmbeddingReply):
-    """The single vector of /api/embeddings."""
+    """Computes the answer of /api/embeddings: the vector of one text, as the model returns it."""
 
     keeps_start = True
 
@@ -332,7 +340,8 @@ class _Vector(EmbeddingReply):
 async def embed(
     service: Service, body: OllamaEmbedBody | OllamaEmbeddingsBody, caller: Caller
 ) -> JsonPieces:
-    """Return the JSON text of the answer. Raises ServiceError."""
+    """Compute the answer of /api/embed or /api/embeddings and return its JSON text. Raises
+    ServiceError."""
     name = await served_name(service, body.model or "")
     is_batch = isinstance(body, OllamaEmbedBody)
     embedding = body.embedding()

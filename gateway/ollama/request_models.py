@@ -1,7 +1,7 @@
-"""Request bodies of Ollama's API, the messages that chat templates get from them, and the fields
+"""Request bodies of Ollama's API, their conversion to messages for chat templates, and the fields
 that are refused by name or ignored on purpose.
 
-Types are strict here; bounds are in gateway/sampling.py. Pure.
+Types are strict here; the limits of sampling parameters are in gateway/sampling.py. Pure.
 """
 
 from abc import abstractmethod
@@ -43,7 +43,8 @@ def _no_images(value: Any) -> None:
 
 
 class OllamaFunction(StrictModel):
-    """The function of a call; `arguments` is an object, or the text that the model wrote."""
+    """The function in a tool call of an earlier message; `arguments` is an object, or the text that
+    the model wrote."""
 
     name: str
     arguments: Any = None
@@ -55,7 +56,8 @@ class OllamaCall(StrictModel):
 
 
 class OllamaMessage(StrictModel):
-    """One message; text/templates checks its role when it fills the template."""
+    """One message of a conversation. Its role is checked later, in text/templates, when the chat
+    template is filled."""
 
     role: str
     content: str | None = None
@@ -67,11 +69,12 @@ class OllamaMessage(StrictModel):
 
 
 def conversation(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
-    """Return the turns of a chat.
+    """Convert messages to the turns of a chat, in the form that chat templates expect.
 
-    Most of Ollama's clients send calls without ids, and templates require ids: each call gets one.
-    A result belongs to the call with its id, else to the first open call with its tool's name, else
-    to the first open call.
+    Most of Ollama's clients send tool calls without ids, which templates require, so each call
+    without one gets an id. A tool result belongs to the call with its id; without an id, to the
+    first call without a result that has its tool's name, or else to the first call without a
+    result.
     """
     turns: list[dict[str, Any]] = []
     open_calls = _OpenCalls()
@@ -99,7 +102,8 @@ def conversation(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 class _OpenCalls:
-    """Calls without a result, in order. A conversation may have many, so each is visited once."""
+    """The tool calls that have no result yet, in order. Each call is visited once, as there may be
+    many."""
 
     def __init__(self) -> None:
         self._tools: dict[str, str] = {}  # by the ids of open calls
@@ -110,8 +114,8 @@ class _OpenCalls:
         self._ids[tool].append(id_)
 
     def take(self, id_: str | None, tool: str | None) -> tuple[str, str]:
-        """Return the id and the tool of the call that a result belongs to (empty if unknown), and
-        remove the call."""
+        """Find the call to which a result belongs, by call id or tool name, and remove it. Returns
+        the call's id and tool name, each empty if unknown."""
         ids = self._ids.get(tool or "", deque())
         while not id_ and ids:
             first = ids.popleft()
@@ -207,7 +211,7 @@ Texts = Annotated[
 
 
 class OllamaOptions(StrictModel):
-    """Sampling parameters; the model's own defaults apply to missing ones."""
+    """The object `options`: sampling parameters. Missing ones have the model's default values."""
 
     model_config = ConfigDict(json_schema_extra=bounded)
     temperature: float | None = None
@@ -223,7 +227,7 @@ class OllamaOptions(StrictModel):
     frequency_penalty: float | None = None
 
     def penalties(self) -> dict[str, Any]:
-        """Return the penalties as fields of RequestedSampling."""
+        """Return the repetition penalties that are set, as arguments of RequestedSampling."""
         penalties = {
             "repetition_penalty": self.repeat_penalty,
             "presence_penalty": self.presence_penalty,
@@ -234,13 +238,14 @@ class OllamaOptions(StrictModel):
 
 
 class NamedModel(StrictModel):
-    """The name of a model, with or without the tag `latest`; optional if only one is served."""
+    """Base class of request bodies that name a model, with or without the tag `:latest`. The name
+    is optional if only one model is served."""
 
     model: str | None = None
 
 
 class OllamaGeneration(ThinkingFields, NamedModel):
-    """The fields that both text generation routes share."""
+    """The fields that /api/chat and /api/generate share."""
 
     conversation_field: ClassVar[str]
     system: str | None = None  # before the conversation
@@ -252,15 +257,18 @@ class OllamaGeneration(ThinkingFields, NamedModel):
 
     @abstractmethod
     def turns(self) -> list[dict[str, Any]]:
-        """Return the conversation."""
+        """Return the turns of the conversation in the form that chat templates expect; empty if
+        there are none."""
 
     def tool_use(self) -> ToolUse | None:
-        """Return the use of tools, None without tools. Raises ServiceError."""
+        """Return which tools the model may call, None without tools. Raises ServiceError for an
+        invalid tool."""
         return None
 
     def request(self) -> ChatCompletionRequest | TextCompletionRequest | None:
-        """Return the request, None without a conversation: it only loads the model. Continues a
-        last assistant message. Raises ServiceError for fields that contradict each other."""
+        """Return the request for the model; None if the body has no message or prompt, and thus
+        only loads the model. If the last message is the assistant's, the model continues it. Raises
+        ServiceError for fields that contradict each other."""
         turns = self.turns()
         if not turns:
             return None
@@ -279,7 +287,8 @@ class OllamaGeneration(ThinkingFields, NamedModel):
         )
 
     def sampling(self) -> RequestedSampling:
-        """Return the sampling. Raises ServiceError for fields that contradict each other."""
+        """Return the sampling parameters. Raises ServiceError for fields that contradict each
+        other."""
         if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
         options = self.options or OllamaOptions.model_validate({})
@@ -307,7 +316,7 @@ class OllamaGeneration(ThinkingFields, NamedModel):
 
 
 def _with_type(tool: Any) -> Any:
-    """Default a tool's type to function."""
+    """Add the type `function` to a tool without a type."""
     return {**tool, "type": tool.get("type") or "function"} if isinstance(tool, dict) else tool
 
 
@@ -328,7 +337,8 @@ class OllamaChatBody(OllamaGeneration):
 
 
 class OllamaGenerateBody(OllamaGeneration):
-    """Body of /api/generate: one message of the user, or a raw prompt without the chat template."""
+    """Body of /api/generate: one message of the user, or with `raw` a text to continue without a
+    chat template."""
 
     conversation_field = "prompt"
     prompt: str | None = None
@@ -356,7 +366,7 @@ class OllamaEmbedBody(NamedModel):
     options: dict[str, Any] | None = None  # an embedding is not sampled
 
     def embedding(self) -> EmbeddingBody | None:
-        """Return the body of an embedding, None without inputs."""
+        """Convert to a body of OpenAI's /v1/embeddings; None without inputs."""
         if not self.input:
             return None
         return EmbeddingBody.model_construct(
@@ -368,13 +378,13 @@ class OllamaEmbedBody(NamedModel):
 
 
 class OllamaEmbeddingsBody(NamedModel):
-    """Body of /api/embeddings, an earlier /api/embed."""
+    """Body of /api/embeddings, the predecessor of /api/embed, which takes one text."""
 
     prompt: str | None = None
     options: dict[str, Any] | None = None
 
     def embedding(self) -> EmbeddingBody | None:
-        """Return the body of an embedding, None without a prompt."""
+        """Convert to a body of OpenAI's /v1/embeddings; None without a prompt."""
         if not self.prompt:
             return None
         return EmbeddingBody.model_construct(
@@ -392,7 +402,8 @@ B = TypeVar("B", bound=NamedModel)
 
 
 def parse(kind: type[B], body: Mapping[str, Any]) -> B:
-    """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    """Validate a request body as a model of type `kind`, including its `options`. Raises
+    ServiceError INVALID_ARGUMENT that names the first wrong field."""
     generates = issubclass(kind, OllamaGeneration)
     options = body.get("options")
     if generates and isinstance(options, Mapping):

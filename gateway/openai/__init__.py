@@ -1,4 +1,5 @@
-"""OpenAI's API: chats, responses, completions, embeddings, models, files and batches."""
+"""OpenAI's HTTP API: chats, responses, completions, embeddings, models, files, batches and
+usage."""
 
 from pdserve.gateway.openai.api import OpenAiApi
 from pdserve.gateway.openai.embeddings import (

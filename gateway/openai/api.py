@@ -1,4 +1,4 @@
-"""OpenAI's API on the HTTP shell: its routes, its server-sent events and its errors."""
+"""OpenAI's API as an HttpApi: its routes, its server-sent events and its error format."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -51,7 +51,7 @@ STORED = ("/v1/files", "/v1/batches", "/v1/usage")
 
 
 class DatabaseRoutes(Protocol):
-    """Adds the routes that need a database."""
+    """Adds the routes that need a database: /v1/files, /v1/batches and /v1/usage."""
 
     def add_routes(
         self,
@@ -64,9 +64,9 @@ class DatabaseRoutes(Protocol):
 
 
 class OpenAiApi(OpenAiErrors, HttpApi):
-    """/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings and /v1/models, also
-    without /v1; the further routes of vLLM and llama.cpp; and with a database /v1/files,
-    /v1/batches and /v1/usage."""
+    """OpenAI's API: /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings and
+    /v1/models, each also without /v1; further routes of vLLM and llama.cpp; and, with a database,
+    /v1/files, /v1/batches and /v1/usage."""
 
     paths: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize", *SHORT)
     not_offered: tuple[str, ...] = (
@@ -93,7 +93,8 @@ class OpenAiApi(OpenAiErrors, HttpApi):
         responses: ResponseStore | None = None,
         stored: DatabaseRoutes | None = None,
     ) -> None:
-        """`responses` None: none are kept; `stored` None: there are no files and batches."""
+        """Create the API. Without `responses`, no responses are stored; without `stored`, the
+        routes of files, batches and usage return an error."""
         self._responses = responses
         self._service = service
         self._limits = limits
@@ -155,7 +156,8 @@ class OpenAiApi(OpenAiErrors, HttpApi):
 
 
 def _add_short_paths(app: FastAPI) -> None:
-    """Add the routes without /v1; the API description has only one name of each."""
+    """Add each route in SHORT a second time without /v1. The OpenAPI document lists only the path
+    with /v1."""
     for route in [route for route in app.routes if isinstance(route, APIRoute)]:
         path = route.path.removeprefix("/v1")
         if path != route.path and f"{path}/".startswith(tuple(f"{short}/" for short in SHORT)):
@@ -164,7 +166,8 @@ def _add_short_paths(app: FastAPI) -> None:
 
 
 def _add_refusals(app: FastAPI) -> None:
-    """Add routes that refuse requests in place of a database's routes."""
+    """Add routes for files, batches and usage that return an error, on a server without a
+    database."""
 
     async def refused() -> Response:
         raise refuse(
@@ -179,7 +182,7 @@ def _add_refusals(app: FastAPI) -> None:
 
 
 async def _events(chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[Event, None]:
-    """Yield each chunk as an event, then [DONE]."""
+    """Yield each chunk as a server-sent event, then the event `[DONE]`."""
     async with aclosing(chunks) as items:
         async for chunk in items:
             yield (

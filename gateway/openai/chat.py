@@ -1,6 +1,5 @@
-"""/v1/chat/completions: a conversation in, a whole answer or chunks out; and its batch form, as in
-vLLM.
-"""
+"""/v1/chat/completions: generates an answer to a conversation, whole or in chunks; and
+/v1/chat/completions/batch, which takes several conversations, as in vLLM."""
 
 import asyncio
 import time
@@ -36,11 +35,12 @@ AT_ONCE = 16
 
 
 class ChatReply:
-    """Generates the chat completion that a checked body requests: take either `whole` or
-    `chunks`."""
+    """Generates the chat completion for a validated request body. Call either `whole` or `chunks`,
+    once."""
 
     def __init__(self, service: Service, body: ChatBody, caller: Caller) -> None:
-        """Raises ServiceError for fields that contradict each other."""
+        """Build the chat request. Raises ServiceError for fields of the body that contradict each
+        other."""
         self._service = service
         self._body = body
         self._request = ChatCompletionRequest(
@@ -61,14 +61,15 @@ class ChatReply:
         self._inputs: dict[tuple[int, int], CustomInput] = {}  # by choice and call
 
     async def whole(self) -> JsonPieces:
-        """Return the JSON text, made piece by piece, since all log-probabilities at once would
-        block the loop. Raises ServiceError."""
+        """Generate the whole answer and return its JSON text. Log-probabilities are converted in
+        small pieces, since all at once would block the event loop. Raises ServiceError."""
         head, choices, usage = await self.collected()
         texts = array_json(map(object_json, choices))
         return object_json({**head, "choices": texts, "usage": usage_object(usage)})
 
     async def collected(self) -> tuple[dict[str, Any], list[dict[str, Any]], Usage]:
-        """Return the fields of the whole answer, its choices and its usage. Raises ServiceError."""
+        """Generate the whole answer and return its top-level fields, its choices and its usage
+        separately. Raises ServiceError."""
         async with self._service.prepare(self._request, self._caller) as completion:
             if (num_top := self._body.prompt_logprobs) is not None:
                 objects.check_prompt_logprobs(completion.prompts, 1, num_top, "prompt_logprobs")
@@ -102,8 +103,10 @@ class ChatReply:
     async def chunks(
         self, direct: DirectWrite
     ) -> AsyncGenerator[dict[str, Any] | JsonPieces, None]:
-        """Yield a choice's role, text, calls and finish in chunks; then the usage. Each chunk is an
-        object, or its text. Chunks with only text go through `direct` if possible."""
+        """Yield the answer in chunks: for each choice its role, then text and tool calls, then the
+        finish reason; at the end the usage, if requested. A chunk is an object or its JSON text.
+        Chunks with only text are sent through `direct` while the client keeps up, and are not
+        yielded. Raises ServiceError."""
         async with self._service.prepare(self._request, self._caller) as completion:
             head = self._head("chat.completion.chunk", completion.model.card.name)
             usage = StreamUsage(self._body, completion)
@@ -158,8 +161,8 @@ class ChatReply:
         return {"id": self._id, "object": kind, "created": self._created, "model": model}
 
     def _finish(self, finish: str) -> str:
-        """Return the finish reason; a call that the client has required by name ends with "stop",
-        as in OpenAI and vLLM."""
+        """Return the finish reason for the client. If `tool_choice` names the tool that must be
+        called, a tool call ends with "stop", as in OpenAI and vLLM, instead of "tool_calls"."""
         choice = self._body.tool_choice
         is_named = isinstance(choice, dict) and choice.get("type") in ("function", "custom")
         return "stop" if is_named and finish == "tool_calls" else finish
@@ -179,8 +182,9 @@ class ChatReply:
         return message
 
     def _contents(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the text of a delta and each piece of its calls as choices of separate chunks; the
-        first has the delta's tokens."""
+        """Convert a delta to choice objects for separate chunks: one for its reasoning, one for its
+        text, and one for each piece of a tool call. The first has the log-probabilities and ids of
+        all its tokens."""
         deltas = self._pieces(delta.choice, delta.content)
         if not deltas:
             if not (delta.tokens or self._body.return_token_ids):
@@ -208,8 +212,8 @@ class ChatReply:
         return deltas
 
     def _call_piece(self, choice: int, part: ToolCallPart) -> dict[str, Any] | None:
-        """Return a piece of a call as clients see it; None for a piece of a custom tool's call
-        that has no part of the input."""
+        """Return a piece of a tool call in the client's format; None if the call is of a custom
+        tool and the piece has no part of the tool's input."""
         if part.id and part.name in self._custom:
             new_input = self._inputs[choice, part.index] = CustomInput()
             return _custom_call(part, new_input.push(part.arguments))
@@ -220,8 +224,8 @@ class ChatReply:
         return {"custom": {"input": piece}} if piece else None
 
     def _late_inputs(self, choice: int) -> Iterator[dict[str, Any]]:
-        """Yield the inputs of a choice's custom tools that are known only at the end of the
-        choice."""
+        """Yield, at the end of a choice, the inputs of custom tools that could not be extracted
+        from the model's arguments earlier."""
         for (owner, index), custom_input in self._inputs.items():
             if owner == choice and (rest := custom_input.finish()):
                 yield {"tool_calls": [{"index": index, "custom": {"input": rest}}]}
@@ -238,7 +242,8 @@ def _choice(index: int, delta: dict[str, Any], finish: str | None = None) -> dic
 
 
 def _call(part: ToolCallPart) -> dict[str, Any]:
-    """Return a call, or a piece of one: the first has its id and name."""
+    """Return a function call, or a piece of one, in OpenAI's format. Only the first piece has the
+    call's id and name."""
     if not part.id:
         return {"function": {"arguments": part.arguments}}
     function = {"name": part.name, "arguments": part.arguments}
@@ -250,8 +255,9 @@ def _custom_call(part: ToolCallPart, text: str) -> dict[str, Any]:
 
 
 async def chat_batch(service: Service, body: ChatBatchBody, caller: Caller) -> JsonPieces:
-    """Return the JSON text of the answer. Each conversation is a request; the first error ends all.
-    Raises ServiceError."""
+    """Generate an answer to each conversation of the batch, and return the JSON text of the
+    response. Each conversation is a separate request; the first error cancels all. Raises
+    ServiceError."""
     choices: dict[int, dict[str, Any]] = {}
     heads: list[dict[str, Any]] = []
     total = Usage(0, 0, 0)

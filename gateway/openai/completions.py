@@ -1,4 +1,4 @@
-"""/v1/completions: texts or token ids in, their continuations out."""
+"""/v1/completions: generates continuations of texts or token ids, whole or in chunks."""
 
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -18,11 +18,12 @@ from pdserve.text import ContentPart, TextCompletionRequest, TextPart, text_of
 
 
 class CompletionReply:
-    """Generates the plain completion that a checked body requests: take either `whole` or
-    `chunks`."""
+    """Generates the plain completion for a validated request body. Call either `whole` or `chunks`,
+    once."""
 
     def __init__(self, service: Service, body: CompletionBody, caller: Caller) -> None:
-        """Raises ServiceError for fields that contradict each other."""
+        """Build the completion request. Raises ServiceError for fields of the body that contradict
+        each other."""
         self._service = service
         self._body = body
         self._request = TextCompletionRequest(
@@ -43,8 +44,9 @@ class CompletionReply:
         self._as_ids = bool(body.return_tokens_as_token_ids)
 
     async def whole(self) -> JsonPieces:
-        """Return the JSON text, made piece by piece, since all log-probabilities at once would
-        block the loop. Raises ServiceError."""
+        """Generate all continuations and return the JSON text of the response. Log-probabilities
+        are converted in small pieces, since all at once would block the event loop. Raises
+        ServiceError."""
         async with self._service.prepare(self._request, self._caller) as completion:
             self._check(completion)
             answers, usage = await self._service.completions.collect(
@@ -79,7 +81,9 @@ class CompletionReply:
     async def chunks(
         self, direct: DirectWrite
     ) -> AsyncGenerator[dict[str, Any] | JsonPieces, None]:
-        """Yield chunks, as objects or texts; those with only text use `direct` if possible."""
+        """Yield the continuations in chunks, each an object or its JSON text; at the end the usage,
+        if requested. Chunks with only text are sent through `direct` while the client keeps up, and
+        are not yielded. Raises ServiceError."""
         async with self._service.prepare(self._request, self._caller) as completion:
             self._check(completion)
             head = self._head(completion.model.card.name)
@@ -149,7 +153,7 @@ class CompletionReply:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
 
     def _check(self, completion: PreparedCompletion) -> None:
-        """Raise ServiceError if the prompts have too many log-probabilities."""
+        """Raise ServiceError if the prompts have more log-probabilities than an answer may have."""
         n = completion.sampling.n
         for param, num_top in (
             ("prompt_logprobs", self._body.prompt_logprobs),

@@ -1,4 +1,4 @@
-"""/v1/embeddings: texts or token ids in, one vector for each out."""
+"""/v1/embeddings: computes one vector for each text or list of token ids."""
 
 import asyncio
 import time
@@ -52,7 +52,7 @@ class EmbeddingBody(OwnedBody):
 
 
 class EmbeddingReply:
-    """Computes the embeddings that a checked body requests; `whole` returns the response."""
+    """Computes the embeddings for a validated request body."""
 
     keeps_start = False  # keep the start of a text that is too long, instead of its end
 
@@ -65,8 +65,8 @@ class EmbeddingReply:
         self._in_base64 = body.encoding_format == "base64"
 
     async def whole(self) -> JsonPieces:
-        """Return the JSON text, made vector by vector, since all at once would block the loop.
-        Raises ServiceError."""
+        """Compute the embeddings and return the JSON text of the response. Each vector is converted
+        separately, since all at once would block the event loop. Raises ServiceError."""
         service, body = self._service, self._body
         salt, priority = (body.cache_salt or "").encode(), body.priority or 0
         async with service.prepare_inputs(
@@ -97,7 +97,8 @@ class EmbeddingReply:
         return JsonPieces((to_json(item),))
 
     def _check_size(self, dimensions: int) -> None:
-        """Raise ServiceError if the text of vectors with `dimensions` numbers is too long."""
+        """Raise ServiceError if the response, with vectors of `dimensions` numbers, would be longer
+        than MAX_ANSWER_BYTES."""
         num_bytes = len(self._body.input) * dimensions * _NUMBER_BYTES[self._in_base64]
         if num_bytes > MAX_ANSWER_BYTES:
             base64_hint = "" if self._in_base64 else "encoding_format: base64, "
@@ -137,7 +138,9 @@ async def embedding_ids(
     add_special_tokens: bool = True,
     from_start: bool = False,
 ) -> list[Sequence[int]]:
-    """Return the token ids of texts to embed. Raises ServiceError that names `param`."""
+    """Return the token ids of each input to embed, cut to `kept_tokens` if that is set. `param` is
+    the name of the inputs' field in the request, for errors. Raises ServiceError for an input
+    without tokens, with invalid ids, or longer than the model's context."""
     all_ids: list[Sequence[int]] = []
     for text_or_ids in inputs:
         if isinstance(text_or_ids, str):

@@ -1,6 +1,5 @@
-"""Objects that several routes of OpenAI's API return: errors, usage, log-probabilities, and chunks
-that have only text.
-"""
+"""JSON objects that several routes of OpenAI's API return: errors, pages of lists, usage,
+log-probabilities, and chunks with only text."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -38,15 +37,16 @@ _ERROR_CODES = {
 
 
 def error_message(error: HttpError) -> str:
-    """Return the text of an error. If a prompt is too long, the text has the code's name, by which
-    LangChain recognizes the error."""
+    """Return the error's message. If a prompt is too long, the message ends with
+    `(context_length_exceeded)`, by which LangChain recognizes this error."""
     if error.code != CONTEXT_CODE or CONTEXT_CODE in error.message:
         return error.message
     return f"{error.message} ({CONTEXT_CODE})"
 
 
 class OpenAiErrors(ErrorFormat):
-    """The error format of OpenAI's API."""
+    """The format of errors in OpenAI's API: an object `error` with message, type, param and
+    code."""
 
     def error_object(self, error: HttpError) -> dict[str, Any]:
         if error.status == 429:
@@ -67,12 +67,13 @@ class OpenAiErrors(ErrorFormat):
 
 
 def data_event(value: dict[str, Any]) -> bytes:
-    """Return a server-sent event whose data are an object."""
+    """Return a server-sent event whose data is the JSON text of an object."""
     return b"data: %b\n\n" % to_json(value)
 
 
 def list_page(data: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """Return a page of objects that have ids."""
+    """Return one page of a list in OpenAI's format. Each object in `data` has an `id`; `has_more`
+    says whether further pages follow."""
     return {
         "object": "list",
         "data": data,
@@ -83,9 +84,9 @@ def list_page(data: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, An
 
 
 def page_query(request: Request, default_limit: int, max_limit: int) -> tuple[str, int, bool]:
-    """Return the parameters of the URL that select a page of a list: the id after which it begins
-    (or empty), its length, and whether the newest is first. Raises ServiceError that names a wrong
-    one."""
+    """Parse the URL parameters `after`, `limit` and `order`, which select a page of a list. Returns
+    the id after which the page begins (empty: at the beginning), its maximum length, and whether
+    the newest object comes first. Raises ServiceError that names an invalid parameter."""
     query = request.query_params
     limit = whole_number(query.get("limit", str(default_limit)), "limit", 1, max_limit)
     order = query.get("order", "desc")
@@ -95,7 +96,8 @@ def page_query(request: Request, default_limit: int, max_limit: int) -> tuple[st
 
 
 def whole_number(text: str, name: str, low: int, high: int) -> int:
-    """Parse a whole number. Raises ServiceError that names the parameter."""
+    """Parse the URL parameter `name` as a whole number from `low` to `high`. Raises ServiceError
+    otherwise."""
     if not (text.isascii() and text.isdecimal() and len(text) < 16 and low <= int(text) <= high):
         raise refuse(name, f"{name} must be a whole number from {low} to {high}")
     return int(text)
@@ -118,8 +120,9 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class StreamUsage:
-    """Makes the `usage` field of chunks: none, null before the last chunk, or the counts so far.
-    Cached tokens are not known before the end."""
+    """Makes the `usage` field of a stream's chunks, depending on `stream_options`: no field, null
+    in all chunks but the last, or the token counts so far in every chunk. The counts so far do not
+    include cached tokens, which are known only at the end."""
 
     def __init__(self, body: Sampling, completion: PreparedCompletion) -> None:
         self._include_usage = body.include_usage
@@ -128,7 +131,7 @@ class StreamUsage:
         self._generated: dict[int, int] = {}
 
     def before(self) -> dict[str, Any]:
-        """Return the usage of a chunk that comes before the next tokens."""
+        """Return the `usage` field of a chunk that has no new tokens."""
         if not self._continuous:
             return {"usage": None} if self._include_usage else {}
         generated = sum(self._generated.values())
@@ -136,14 +139,16 @@ class StreamUsage:
         return {"usage": {**counts, "total_tokens": self._prompt_tokens + generated}}
 
     def after(self, delta: Delta) -> dict[str, Any]:
-        """Return the usage of a chunk with the delta's tokens."""
+        """Count the tokens of the delta, and return the `usage` field of the chunk with this
+        delta."""
         if self._continuous:
             self._generated[delta.choice] = delta.num_tokens
         return self.before()
 
 
 def chat_logprobs(tokens: Sequence[ScoredToken], as_ids: bool) -> dict[str, Any]:
-    """Return the `logprobs` of a chat's tokens; `as_ids`: name tokens by their ids."""
+    """Return the `logprobs` object of a chat choice's tokens. With `as_ids`, tokens are written as
+    `token_id:ID` instead of as text."""
     content = [token_logprobs(token, as_ids) for token in tokens]
     return {"content": content, "refusal": None}
 
@@ -180,14 +185,15 @@ def _name(entry: LogprobEntry, as_ids: bool) -> str:
 
 
 class LogprobsText(ABC):
-    """The JSON text of a choice's log-probabilities, which grows with its tokens: objects would
-    take several times as much memory."""
+    """The `logprobs` of one choice as JSON text to which tokens are added. Text takes a fraction of
+    the memory that objects would take."""
 
     def __init__(self, as_ids: bool) -> None:
         self._as_ids = as_ids
 
     async def add(self, tokens: Sequence[ScoredToken]) -> None:
-        """Add the next tokens; other tasks run after every AT_ONCE of them."""
+        """Add the log-probabilities of the next tokens. Lets other tasks run after every AT_ONCE
+        tokens."""
         for start in range(0, len(tokens), AT_ONCE):
             self._write(tokens[start : start + AT_ONCE])
             if len(tokens) > AT_ONCE:
@@ -195,15 +201,15 @@ class LogprobsText(ABC):
 
     @abstractmethod
     def _write(self, tokens: Sequence[ScoredToken]) -> None:
-        """Add a few tokens."""
+        """Append the log-probabilities of at most AT_ONCE tokens to the text."""
 
     @abstractmethod
     def pieces(self) -> JsonPieces:
-        """Return the text so far."""
+        """Return the JSON text of the tokens added so far."""
 
 
 class ChatLogprobsText(LogprobsText):
-    """The text of the `logprobs` of a chat's choice."""
+    """The `logprobs` of one choice of a chat completion, as JSON text."""
 
     def __init__(self, as_ids: bool) -> None:
         super().__init__(as_ids)
@@ -217,7 +223,7 @@ class ChatLogprobsText(LogprobsText):
 
 
 class CompletionLogprobsText(LogprobsText):
-    """The text of the `logprobs` of a completion's choice."""
+    """The `logprobs` of one choice of a plain completion, as JSON text."""
 
     def __init__(self, as_ids: bool) -> None:
         super().__init__(as_ids)
@@ -234,10 +240,10 @@ class CompletionLogprobsText(LogprobsText):
 async def prompt_json(
     vocabulary: Vocabulary, ids: Sequence[int], scores: Sequence[TokenLogprob], num_top: int
 ) -> JsonPieces:
-    """Return the text of a list with each token of a prompt and the best at its position, by id;
-    the first token has none.
+    """Return the JSON text of `prompt_logprobs`: for each position of the prompt an object with the
+    prompt's token and the `num_top` most likely tokens, by id; null for the first position.
 
-    A token that is not among the best has no rank: the engine does not count it.
+    The prompt's token has no rank unless it is one of the most likely tokens.
     """
 
     def entry(position: int) -> dict[str, Any] | None:
@@ -258,16 +264,17 @@ async def prompt_json(
 
 
 def check_prompt_logprobs(prompts: Sequence[Prompt], n: int, num_top: int, param: str) -> None:
-    """Check the number of entries. Raises ServiceError for more than one answer may have."""
+    """Raise ServiceError if the log-probabilities of the prompts, for `n` choices with `num_top`
+    alternatives per token, are more than MAX_LOGPROBS, the limit of one answer."""
     entries = n * (1 + num_top) * sum(len(prompt.ids) for prompt in prompts)
     if entries > MAX_LOGPROBS:
         text = f"{param}: the prompts need {entries} log-probabilities for {n} choices"
-        raise refuse(param, f"{text}; an answer can have at most {MAX_LOGPROBS}")
+        raise refuse(param, f"{text}; an answer can have at most {MAX_LOGPROBS} log-probabilities")
 
 
 class TextChunk:
-    """Makes the chunks of one choice that differ only in their text. `chunk` makes the object for a
-    text."""
+    """Makes the chunks of one choice that differ only in their text. `chunk` returns the chunk's
+    object for a text; it is serialized once, and each text is inserted in the result."""
 
     def __init__(self, chunk: Callable[[str], dict[str, Any]]) -> None:
         self._prefix, self._suffix = to_json(chunk(_TEXT)).split(to_json(_TEXT))
@@ -276,8 +283,9 @@ class TextChunk:
         return JsonPieces((self._prefix, to_json(text), self._suffix))
 
     def write(self, text: str, direct: DirectWrite) -> bool:
-        """Send the event of a chunk at once, and return whether it was sent. A long text is not: it
-        may be held in memory and must then be counted."""
+        """Send the chunk with this text directly to the client. Returns False if it was not sent:
+        the client lags, or the text is over MAX_DIRECT_CHARS and must be counted as buffered
+        memory."""
         if len(text) > MAX_DIRECT_CHARS:
             return False
         return direct.write(b"data: %b%b%b\n\n" % (self._prefix, to_json(text), self._suffix))

@@ -1,7 +1,8 @@
-"""The responses of the OpenAI API as models, for its description; tests check real responses.
+"""The responses of OpenAI's API as pydantic models, for the OpenAPI document only. Tests check that
+real responses match them.
 
-Clients must accept further fields, as OpenAI's do. This file is long because it describes every
-route of the API.
+Clients must accept further fields, as with OpenAI's own API. This file is long because it describes
+every route of the API.
 """
 
 from typing import Any, Literal
@@ -19,7 +20,8 @@ class ErrorDetail(ResponseModel):
 
 
 class ErrorObject(ResponseModel):
-    """The body of every error, and the last event of a stream that fails."""
+    """The JSON body of every error response, and the data of the last event of a stream that ends
+    with an error."""
 
     error: ErrorDetail
 
@@ -29,13 +31,15 @@ class PromptTokensDetails(ResponseModel):
 
 
 class CompletionTokensDetails(ResponseModel):
-    """`reasoning_tokens` counts the tokens of the reasoning before the answer."""
+    """Details of the generated tokens: `reasoning_tokens` is the number of tokens of the reasoning
+    before the answer."""
 
     reasoning_tokens: int
 
 
 class UsageDetails(ResponseModel):
-    """`inexact`: KV of other weights or numerics was used, so a rerun may give other tokens."""
+    """`inexact` is true if KV cache blocks computed with other weights or numerics were used, so
+    that the same request may give other tokens."""
 
     inexact: bool
 
@@ -46,7 +50,8 @@ class PromptUsage(ResponseModel):
 
 
 class ChunkUsage(PromptUsage):
-    """The usage in a chunk of a stream: the counts so far, and at the end all counts."""
+    """The token counts in a chunk of a stream: the counts so far, without the details; in the last
+    chunk, all counts."""
 
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
@@ -77,7 +82,8 @@ class ChatLogprobs(ResponseModel):
 
 
 class PromptLogprob(ResponseModel):
-    """A token at a position of the prompt; `rank` is set if it is among the most likely."""
+    """The log-probability of a token at a position of the prompt. `rank` is set if the token is
+    among the most likely tokens at that position."""
 
     logprob: float | None
     rank: int | None = None
@@ -85,7 +91,7 @@ class PromptLogprob(ResponseModel):
 
 
 class CalledFunction(ResponseModel):
-    """`arguments` is a JSON text."""
+    """The function in a tool call; `arguments` is JSON text."""
 
     name: str
     arguments: str
@@ -103,7 +109,7 @@ class CalledCustom(ResponseModel):
 
 
 class CustomCall(ResponseModel):
-    """A call of a tool whose input is a text."""
+    """A call of a custom tool, whose input is a text."""
 
     id: str
     type: Literal["custom"]
@@ -111,7 +117,8 @@ class CustomCall(ResponseModel):
 
 
 class AnswerMessage(ResponseModel):
-    """The content is null if there are only calls or thoughts."""
+    """The assistant's message. `content` is null if the message has only tool calls or
+    reasoning."""
 
     role: Literal["assistant"]
     content: str | None
@@ -143,13 +150,14 @@ class ChatCompletion(ResponseModel):
 
 
 class ChatBatchChoice(ChatChoice):
-    """`index` is the index of the conversation."""
+    """The answer to one conversation of a batch; `index` is the position of that conversation in
+    the request."""
 
     prompt_token_ids: list[int] | None = None
 
 
 class ChatBatch(ChatCompletion):
-    """The answer of /v1/chat/completions/batch; `usage` sums up all conversations."""
+    """The answer of /v1/chat/completions/batch; `usage` is the sum over all conversations."""
 
     choices: list[ChatBatchChoice]  # type: ignore[assignment]
 
@@ -165,7 +173,8 @@ class CustomDelta(ResponseModel):
 
 
 class ToolCallDelta(ResponseModel):
-    """A piece of a call: the first has its id and name, the others continue its arguments."""
+    """A piece of a tool call: the first piece has the call's id and name, the others continue its
+    arguments or its input."""
 
     index: int
     id: str | None = None
@@ -192,7 +201,7 @@ class ChunkChoice(ResponseModel):
 
 
 class ChatCompletionChunk(ResponseModel):
-    """An event of a streamed chat completion."""
+    """One event of a streamed chat completion."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -222,7 +231,8 @@ class CompletionChoice(ResponseModel):
 
 
 class TextCompletion(ResponseModel):
-    """The answer of /v1/completions, or an event of a streamed one with the usage so far."""
+    """The answer of /v1/completions, or one event of its stream. In an event, `usage` has the
+    counts so far."""
 
     id: str
     object: Literal["text_completion"]
@@ -233,7 +243,8 @@ class TextCompletion(ResponseModel):
 
 
 class EmbeddingObject(ResponseModel):
-    """One vector; in base64 it is little-endian float32."""
+    """The vector of one input: a list of numbers, or the base64 text of little-endian float32
+    numbers."""
 
     object: Literal["embedding"]
     index: int
@@ -252,8 +263,8 @@ class EmbeddingList(ResponseModel):
 
 
 class ModelObject(ResponseModel):
-    """A served model; if `id` is an alias, `root` is the model's name. Capabilities and default
-    sampling are null until they are known."""
+    """A served model. If `id` is an alias, `root` is the model's own name. Capabilities and default
+    sampling parameters are null until they are known."""
 
     id: str
     object: Literal["model"]
@@ -288,21 +299,22 @@ class DetokenizeAnswer(ResponseModel):
 
 
 class AppliedTemplate(ResponseModel):
-    """The text of a chat's prompt."""
+    """The answer of /apply-template: the text of a chat's prompt."""
 
     prompt: str
 
 
 class GenerationSettings(ResponseModel):
-    """`params` is the sampling that the model recommends."""
+    """Generation settings in llama.cpp's format; `params` are the sampling parameters that the
+    model recommends."""
 
     n_ctx: int
     params: dict[str, float]
 
 
 class ServerProps(ResponseModel):
-    """The answer of llama.cpp's /props; `total_slots` is the number of requests that this gateway
-    process accepts at once."""
+    """The answer of /props, as in llama.cpp. `total_slots` is the number of requests that this
+    gateway process accepts at once."""
 
     default_generation_settings: GenerationSettings
     total_slots: int
@@ -319,7 +331,7 @@ class SlotToken(ResponseModel):
 
 
 class Slot(ResponseModel):
-    """An open request of the client's own key."""
+    """One open request of the client's own key, in llama.cpp's format."""
 
     id: int
     request_id: str
@@ -331,17 +343,18 @@ class Slot(ResponseModel):
 
 
 class Slots(RootModel[list[Slot]]):
-    """The answer of /slots, oldest first."""
+    """The answer of /slots, as in llama.cpp: the open requests of the client's key, oldest
+    first."""
 
 
 class ServerLoad(ResponseModel):
-    """The answer of vLLM's /load: the number of open requests in the gateway, of all keys."""
+    """The answer of /load, as in vLLM: the number of open requests of all keys in the gateway."""
 
     server_load: int
 
 
 class TokenizerInfo(ResponseModel):
-    """The answer of vLLM's /tokenizer_info, without the class that transformers would load."""
+    """The answer of /tokenizer_info, as in vLLM but without the name of a transformers class."""
 
     model: str
     vocab_size: int
@@ -395,7 +408,7 @@ class ResponseReasoning(ResponseItem):
 
 
 class ResponseCall(ResponseItem):
-    """A call of a function of the client's; `arguments` is a JSON text."""
+    """A call of a function of the client; `arguments` is JSON text."""
 
     type: Literal["function_call"]
     call_id: str
@@ -405,7 +418,7 @@ class ResponseCall(ResponseItem):
 
 
 class ResponseCustomCall(ResponseItem):
-    """A call of one of the client's custom tools."""
+    """A call of a custom tool of the client; `input` is a text."""
 
     type: Literal["custom_tool_call"]
     call_id: str
@@ -421,8 +434,8 @@ class ResponseCallOutput(ResponseItem):
 
 
 class OtherItem(ResponseModel):
-    """A stored item of another provider's tools: its type, ids and status, and the text that the
-    model sees."""
+    """A stored input item of a type that only another provider's tools use. Besides id and type, it
+    may have a status, a call id, and the fields whose text the model sees."""
 
     id: str
     type: str
@@ -491,7 +504,7 @@ class NamespaceShown(ResponseModel):
 
 
 class ResponseObject(ResponseModel):
-    """A response: the parameters of its request, and its output."""
+    """A response of /v1/responses: the parameters of its request, and its output."""
 
     id: str
     object: Literal["response"]
@@ -526,8 +539,8 @@ class ResponseObject(ResponseModel):
 
 
 class ResponseEvent(ResponseModel):
-    """An event of a streamed response; its fields depend on its type. The last event is
-    response.completed, response.incomplete or response.failed."""
+    """One event of a streamed response of /v1/responses; its fields depend on its type. The last
+    event is response.completed, response.incomplete or response.failed."""
 
     type: str
     sequence_number: int
@@ -554,7 +567,7 @@ class ListPage(ResponseModel):
 
 
 class InputItemList(ListPage):
-    """Input items, the newest first unless `order` is `asc`."""
+    """A page of a response's input items, the newest first unless `order` is `asc`."""
 
     data: list[OutputItem | ResponseCallOutput | OtherItem]
 
@@ -571,7 +584,8 @@ class InputTokens(ResponseModel):
 
 
 class FileUpload(ResponseModel):
-    """A form with a file and its purpose. Send `purpose` before the file if possible."""
+    """A multipart form with a file and its purpose. Send `purpose` before the file if possible, so
+    that an error is returned before the upload."""
 
     purpose: Literal["batch"]
     file: bytes
@@ -638,7 +652,8 @@ class BatchList(ListPage):
 
 
 class UsageSum(ResponseModel):
-    """One row; dimensions not grouped by are null."""
+    """The usage of one bucket, or of one group in it. The fields model, api_key_id and session_id
+    are null unless the report is grouped by them."""
 
     object: Literal["usage.result"]
     num_model_requests: int

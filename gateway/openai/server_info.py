@@ -1,8 +1,8 @@
-"""What a client can learn of the server: /v1/models in OpenAI's format and in Anthropic's, and the
-routes with which clients of llama.cpp and vLLM query a server: /tokenize, /detokenize, /props,
-/slots, /load, /tokenizer_info and /apply-template.
+"""Routes that describe the server: /v1/models in OpenAI's and in Anthropic's format, and the routes
+of llama.cpp and vLLM /tokenize, /detokenize, /props, /slots, /load, /tokenizer_info and
+/apply-template.
 
-A client sees the models, the number of open requests, and details of only its own requests.
+A client sees all models, the total number of open requests, and details of only its own requests.
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,8 @@ ANTHROPIC_VERSION = "anthropic-version"  # the header of requests to Anthropic's
 
 
 def capabilities(service: Service, card: ModelCard) -> dict[str, bool | None]:
-    """Return what the model can do; null: not known before its tokenizer is loaded."""
+    """Return what the model can do, by name of the capability. `reasoning` is None until the
+    model's tokenizer is loaded."""
     generates = not (card.pooling or card.score_token_ids)
     chat = generates and bool(card.template_digest)
     text = service.catalog.loaded(card)
@@ -69,7 +70,7 @@ def capabilities(service: Service, card: ModelCard) -> dict[str, bool | None]:
 
 
 def default_sampling(service: Service, card: ModelCard) -> dict[str, float] | None:
-    """Return the model's recommended sampling; None before its files are read."""
+    """Return the sampling parameters that the model recommends; None until its files are read."""
     text = service.catalog.loaded(card)
     if text is None:
         return None
@@ -77,14 +78,15 @@ def default_sampling(service: Service, card: ModelCard) -> dict[str, float] | No
 
 
 def llama_sampling(service: Service, card: ModelCard) -> dict[str, float]:
-    """Return the recommended sampling in llama.cpp's words; empty before its files are read."""
+    """Return the sampling parameters that the model recommends, by llama.cpp's names; empty until
+    the model's files are read."""
     names = {"repetition_penalty": "repeat_penalty"}
     defaults = default_sampling(service, card) or {}
     return {names.get(name, name): value for name, value in defaults.items()}
 
 
 def _model_object(service: Service, name: str, card: ModelCard) -> dict[str, Any]:
-    """Return a model under its own name or an alias."""
+    """Return a model in OpenAI's format; `name` is its own name or an alias."""
     return {
         "id": name,
         "object": "model",
@@ -104,7 +106,7 @@ def _model_object(service: Service, name: str, card: ModelCard) -> dict[str, Any
 
 
 def _model_info(name: str, card: ModelCard) -> dict[str, Any]:
-    """Return a model in the format of Anthropic's API."""
+    """Return a model in the format of Anthropic's API; `name` is its own name or an alias."""
     created = datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z")
     return {
         "type": "model",
@@ -118,7 +120,7 @@ def _model_info(name: str, card: ModelCard) -> dict[str, Any]:
 
 
 def _model_page(cards: Mapping[str, ModelCard]) -> dict[str, Any]:
-    """Return all models and aliases on one page of Anthropic's API."""
+    """Return all models and aliases as one page of a list in Anthropic's format."""
     page = list_page([_model_info(name, card) for name, card in cards.items()], has_more=False)
     del page["object"]
     return page
@@ -127,7 +129,8 @@ def _model_page(cards: Mapping[str, ModelCard]) -> dict[str, Any]:
 async def _tokenize(
     service: Service, body: TokenizeBody | TokenizeChatBody, caller: Caller
 ) -> dict[str, Any]:
-    """Return the ids of a prompt, or of messages after the template. Raises ServiceError."""
+    """Return the answer of /tokenize: the token ids of a text, or of a chat's prompt. Raises
+    ServiceError."""
     owner = caller.tenant.id
     with service.limits.admit(owner):
         await service.count(caller)
@@ -150,7 +153,7 @@ async def _tokenize(
 
 
 async def _detokenize(service: Service, body: DetokenizeBody, caller: Caller) -> dict[str, Any]:
-    """Return the text of ids. Raises ServiceError."""
+    """Return the answer of /detokenize: the text of the token ids. Raises ServiceError."""
     owner = caller.tenant.id
     with service.limits.admit(owner):
         await service.count(caller)
@@ -161,13 +164,14 @@ async def _detokenize(service: Service, body: DetokenizeBody, caller: Caller) ->
 
 
 class ModelQuery(BaseModel):
-    """The name of the model; optional if only one model is served."""
+    """URL parameters that select a model; `model` is optional if only one model is served."""
 
     model: str = ""
 
 
 class SlotsQuery(BaseModel):
-    """`fail_on_no_slot` 1: return an error if a request of this client would be refused now."""
+    """URL parameters of /slots. `fail_on_no_slot=1`: return an error if a request of this client
+    would be refused now."""
 
     fail_on_no_slot: str = ""
 
@@ -175,7 +179,8 @@ class SlotsQuery(BaseModel):
 def add_server_routes(
     app: FastAPI, errors: ErrorFormat, service: Service, bodies: BodyReader
 ) -> None:
-    """Add the routes. /slots and /load include the other processes of the same port."""
+    """Add the routes of this module. /slots and /load include the requests of the other gateway
+    processes that listen at the same port."""
     service.processes.serve("slots", lambda tenant, _: to_json(_slots(service, tenant)))
     service.processes.serve("load", lambda tenant, _: to_json(_num_open(service)))
 
@@ -217,7 +222,7 @@ def add_server_routes(
 
     @app.get("/slots", **describe(response=Slots, query=SlotsQuery))
     async def slots(request: Request) -> Response:
-        """List the open requests of this key."""
+        """List the open requests of the client's key, in llama.cpp's format."""
         tenant = caller_of(request).tenant.id
         if request.query_params.get("fail_on_no_slot") == "1":
             _check_room(service, tenant)
@@ -230,18 +235,18 @@ def add_server_routes(
 
     @app.get("/load", **describe(response=ServerLoad))
     async def load(request: Request) -> Response:
-        """Count the open requests."""
+        """Count the open requests of all keys, as in vLLM."""
         others = await service.processes.query("load", caller_of(request).tenant.id)
         return JSONResponse({"server_load": _num_open(service) + sum(map(from_json, others))})
 
     @app.get("/tokenizer_info", **describe(response=TokenizerInfo, query=ModelQuery))
     async def tokenizer_info(request: Request) -> Response:
-        """Describe a model's tokenizer."""
+        """Get the properties of a model's tokenizer and its chat template, as in vLLM."""
         return JSONResponse(await _tokenizer_info(service, request.query_params.get("model", "")))
 
     @app.post("/apply-template", **describe(TemplateBody, response=AppliedTemplate))
     async def apply_template(request: Request) -> Response:
-        """Render the prompt of a chat without running the model."""
+        """Return the prompt that a chat would have, without running the model."""
         body = await bodies.read(request, partial(parse, TemplateBody))
         return Reply(_applied(service, body, caller_of(request)), errors)
 
@@ -294,7 +299,7 @@ def _num_open(service: Service) -> int:
 
 
 def _slots(service: Service, tenant: bytes) -> list[dict[str, Any]]:
-    """Return the open requests of a tenant in this process, oldest first."""
+    """Return the open requests of a tenant in this gateway process, oldest first."""
     return [
         {
             "request_id": state.request_id,
@@ -320,7 +325,8 @@ def _slot(number: int, state: dict[str, Any], contexts: dict[str, int]) -> dict[
 
 
 def _check_room(service: Service, tenant: bytes) -> None:
-    """Raise ServiceError UNAVAILABLE if there is no room: llama.cpp's status is 503."""
+    """Raise ServiceError UNAVAILABLE if a request of this tenant would be refused now; its status
+    is 503, as in llama.cpp."""
     try:
         service.limits.admit(tenant)
     except ServiceError as error:

@@ -1,3 +1,3 @@
-"""Rerank and score routes, with Cohere's and vLLM's fields."""
+"""Routes that score documents: /rerank with Cohere's fields, and /score with vLLM's."""
 
 from pdserve.gateway.rerank.api import RerankApi

@@ -1,6 +1,6 @@
-"""/rerank (Cohere's and Jina's fields) and /score (vLLM's) on the HTTP shell: bodies, responses and
-routes, also below /v1 and with Cohere's response below /v2; errors are OpenAI's, as in vLLM.
-"""
+"""/rerank (with Cohere's and Jina's fields) and /score (with vLLM's), as an HttpApi: request
+bodies, responses and routes. Both are also served below /v1, and /v2/rerank returns Cohere's
+format. Errors have OpenAI's format, as in vLLM."""
 
 import time
 from functools import partial
@@ -36,7 +36,8 @@ def _as_list(value: Any) -> Any:
 
 
 def _documents(value: Any) -> Any:
-    """Return the texts, taking the `text` of objects that have one."""
+    """Convert the field `documents` to a list of texts: an object with a field `text` becomes that
+    text. Raises ValueError for too many."""
     texts = _as_list(value)
     if not isinstance(texts, list):
         return texts
@@ -48,7 +49,8 @@ _TEXT_OBJECT = {"type": "object", "properties": {"text": _TEXT}, "required": ["t
 
 
 def _described(*kinds: dict[str, Any], single: bool = False) -> WithJsonSchema:
-    """Return the JSON schema of a list of these kinds, or with `single` also of a text."""
+    """Return the JSON schema of a field that is a list of items of the types `kinds`; with
+    `single`, also of a single text."""
     item = kinds[0] if len(kinds) == 1 else {"anyOf": list(kinds)}
     array = {"type": "array", "items": item, "minItems": 1, "maxItems": MAX_TEXTS}
     return WithJsonSchema({"anyOf": [_TEXT, array]} if single else array)
@@ -126,7 +128,8 @@ class ScoreBody(ScoringBody):
     data_2: Texts | None = None
 
     def request(self) -> ScoreRequest:
-        """Return the request. Raises ServiceError for fields that contradict each other."""
+        """Return the request. Raises ServiceError unless exactly one pair of text fields is set and
+        their lengths match."""
         present = {name for pair in PAIRS for name in pair if getattr(self, name) is not None}
         names = next((pair for pair in PAIRS if set(pair) == present), None)
         if names is None:
@@ -145,7 +148,7 @@ class RankedDocument(ResponseModel):
 
 
 class RerankResult(ResponseModel):
-    """`index` is that of the request's document."""
+    """A document and its score; `index` is the document's position in the request."""
 
     index: int
     relevance_score: float
@@ -153,7 +156,7 @@ class RerankResult(ResponseModel):
 
 
 class RerankAnswer(ResponseModel):
-    """The response of /rerank: the best documents first."""
+    """The answer of /rerank: documents with scores, the best first."""
 
     id: str
     model: str
@@ -176,7 +179,7 @@ class CohereMeta(ResponseModel):
 
 
 class CohereRerankAnswer(RerankAnswer):
-    """The answer of /v2/rerank; `meta` is Cohere's."""
+    """The answer of /v2/rerank: that of /rerank with Cohere's field `meta`."""
 
     meta: CohereMeta
 
@@ -197,7 +200,8 @@ class ScoreList(ResponseModel):
 
 
 class RerankApi(OpenAiErrors, HttpApi):
-    """API that scores documents for a query, sorted or in order."""
+    """The rerank and score routes as an HttpApi: /rerank sorts documents by their score for a
+    query, /score returns scores in the order of the request."""
 
     paths: tuple[str, ...] = ("/v1/rerank", "/v2/rerank", "/v1/score", "/rerank", "/score")
     error_model: type[BaseModel] = ErrorObject
@@ -232,8 +236,8 @@ class RerankApi(OpenAiErrors, HttpApi):
 
 
 async def cohere_rerank(service: Service, body: RerankBody, caller: Caller) -> dict[str, Any]:
-    """Rerank with Cohere's response, which has the documents only on request. Raises
-    ServiceError."""
+    """Return the answer of /v2/rerank in Cohere's format; it contains the documents only if
+    `return_documents` is true. Raises ServiceError."""
     with_documents = body.return_documents is True
     answer = await rerank(service, body, caller, with_documents=with_documents)
     tokens = {"input_tokens": answer["usage"]["prompt_tokens"], "output_tokens": 0}
@@ -243,7 +247,8 @@ async def cohere_rerank(service: Service, body: RerankBody, caller: Caller) -> d
 async def rerank(
     service: Service, body: RerankBody, caller: Caller, *, with_documents: bool = True
 ) -> dict[str, Any]:
-    """Return the best documents first, ties in the request's order. Raises ServiceError."""
+    """Return the answer of /rerank: the best documents first, those with equal scores in the
+    request's order. Raises ServiceError."""
     id_ = f"rerank-{caller.request_id}"
     scored = await score(service, body.request(), body.called_by(caller, id_))
     order = sorted(range(len(scored.scores)), key=lambda n: -scored.scores[n])
@@ -257,7 +262,8 @@ async def rerank(
 
 
 async def scores(service: Service, body: ScoreBody, caller: Caller) -> dict[str, Any]:
-    """Return all scores in the documents' order. Raises ServiceError."""
+    """Return the answer of /score: a score for each document, in the request's order. Raises
+    ServiceError."""
     id_ = f"score-{caller.request_id}"
     scored = await score(service, body.request(), body.called_by(caller, id_))
     return {

@@ -1,8 +1,10 @@
-"""Scores documents for a query: by a reranker's judgement, or by the similarity of two embeddings.
+"""Scores documents for a query: with a reranker, which judges each pair of query and document, or
+by the similarity of two embeddings.
 
-The prompt is that of Qwen3-Reranker's model card. As there, its frame is tokenized separately, so
-that a client's text never becomes a special token. So is the document, after a line break, where
-Qwen's tokenizer always starts a new token.
+A reranker's prompt is that of Qwen3-Reranker's model card. The fixed text around query and document
+is tokenized separately, as in the model card, so that a client's text never becomes a special
+token. The document is tokenized separately too; it follows a line break, where Qwen's tokenizer
+always starts a new token.
 """
 
 import asyncio
@@ -34,8 +36,8 @@ T = TypeVar("T")
 
 
 class JudgingIds(Collection[int]):
-    """The token ids of one prompt, in parts shared with the call's other prompts: copies for 2,048
-    prompts with a long query would take gigabytes."""
+    """The token ids of a reranker's prompt, as parts that the prompts of one call share: separate
+    copies for 2,048 prompts with a long query would take gigabytes."""
 
     def __init__(self, *parts: Sequence[int]) -> None:
         self._parts = parts
@@ -59,9 +61,10 @@ async def judging_ids(
     owner: bytes,
     kept_tokens: int | None,
 ) -> list[JudgingIds]:
-    """Return the token ids of a prompt for each query and document. With `kept_tokens` the end of a
-    text is cut, so that the prompt has at most that many; -1: as many as fit. Raises ServiceError
-    that names `param`."""
+    """Return the token ids of a reranker's prompt for each pair of query and document.
+    `kept_tokens` is the maximum length of a prompt, beyond which the end of its text is cut; -1
+    means the length of the model's context, None cuts nothing. Raises ServiceError that names the
+    field `param`."""
 
     async def ids(text: str, *, special: bool) -> "array[int]":
         token_ids = await service.texts.text_ids(
@@ -97,7 +100,8 @@ async def judging_ids(
 
 
 def _max_text_tokens(model: ServedModel, kept_tokens: int, frame_tokens: int) -> int:
-    """Return how many tokens of a text fit besides the frame's. Raises ServiceError."""
+    """Return how many tokens query and document may have together, besides the `frame_tokens` of
+    the fixed text. Raises ServiceError if `kept_tokens` is out of range."""
     max_tokens = model.card.context_len - ANSWER_TOKENS
     if kept_tokens != -1 and not frame_tokens < kept_tokens <= max_tokens:
         allowed = f"-1, or from {frame_tokens + 1} to {max_tokens}"
@@ -107,7 +111,7 @@ def _max_text_tokens(model: ServedModel, kept_tokens: int, frame_tokens: int) ->
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Documents to score, each for the query beside it; a single query is for all of them."""
+    """Documents to score for queries: one query for all documents, or one query per document."""
 
     api: str  # name in errors
     operation: str  # name in traces
@@ -123,7 +127,7 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Scores in the order of the documents."""
+    """The scores of a request's documents, in the order of the documents."""
 
     model: str
     scores: Sequence[float]
@@ -131,14 +135,16 @@ class Scored:
 
 
 async def score(service: Service, request: ScoreRequest, caller: Caller) -> Scored:
-    """Return the scores of the documents. Raises ServiceError."""
+    """Compute the score of each document for its query. Raises ServiceError."""
     owner = caller.tenant.id
     query_field, document_field = request.names
 
     async def tokenized(model: ServedModel) -> Sequence[Collection[int]]:
         if model.card.pooling:
             if request.instruction is not None:
-                raise refuse("instruction", "instruction: an embedding model does not support one")
+                raise refuse(
+                    "instruction", "instruction: embedding models do not support an instruction"
+                )
             texts = ((request.queries, query_field), (request.documents, document_field))
             return [
                 ids
@@ -178,7 +184,8 @@ async def _similarities(
 
 
 def _query_of(queries: Sequence[T], number: int) -> T:
-    """Return the query of a document, by its index."""
+    """Return the query (or its vector) for the document with index `number`; a single query is for
+    all."""
     return queries[number if len(queries) > 1 else 0]
 
 

@@ -1,11 +1,13 @@
-"""The web pages: a chat at /, a live view at /fleet, the files that they load, and GET
-/fleet/state, the routers' view of their workers and the requests of one client.
+"""The web pages of the gateway: a chat at /, a live view of the fleet at /fleet, and the files that
+they load. Also GET /fleet/state, which returns the workers as the router sees them and the requests
+of one client.
 
-They are plain HTML, CSS and ES modules, with no build step. Markdown is parsed by marked 18.2.1 and
-sanitized by DOMPurify 3.4.18, both of npm, less the last line, which names a source map (MIT;
-Apache-2.0 or MPL-2.0; their licences lie beside them). A browser loads nothing from elsewhere and
-runs no script that is not a file here; the pages hold no secret, so they need no key. Every client
-sees the whole fleet, as in /metrics, but only the requests of its key.
+The pages are plain HTML, CSS and ES modules, with no build step. Markdown is parsed by marked
+18.2.1 and sanitized by DOMPurify 3.4.18, both of npm, without their last line, which names a source
+map (MIT; Apache-2.0 or MPL-2.0; their licence files are in the same folder). The pages load nothing
+from other hosts and run only scripts that are files of this server; they contain no secret, so they
+need no key. Every client sees the whole fleet, as in /metrics, but only the requests of its own
+key.
 """
 
 import asyncio
@@ -58,8 +60,8 @@ class _Asset(NamedTuple):
 
 
 def add_pages(app: FastAPI, root_path: str) -> list[str]:
-    """Add the pages and their files. Returns the paths that need no key. `root_path` is the path at
-    which a proxy shows the application."""
+    """Add the routes of the pages and their files. Returns their paths, which need no key.
+    `root_path` is the path prefix under which a reverse proxy publishes the application."""
     base = f'<base href="{root_path.rstrip("/")}/">'.encode()
     assets = files("pdserve.gateway.web") / "assets"
     assets_by_name = {_name(file): file for file in assets.iterdir() if file.is_file()}
@@ -69,7 +71,8 @@ def add_pages(app: FastAPI, root_path: str) -> list[str]:
     cache: dict[str, _Asset] = {}
 
     def file(name: str) -> _Asset:
-        """Return a file, which is read once, on its first request."""
+        """Return the content of a file by its name. It is read at the first request and then
+        cached."""
         if name not in cache:
             cache[name] = _read(name, assets_by_name[name], base)
         return cache[name]
@@ -124,7 +127,8 @@ FRESH_S = 0.5  # maximum age of the fleet's view, so that many viewers cost no m
 
 
 class FleetBlocks(ResponseModel):
-    """KV blocks of a worker; free, used, cached and reserved blocks make up the total."""
+    """Numbers of KV cache blocks of a worker; free, used, cached and reserved blocks make up the
+    total."""
 
     total: int
     free: int
@@ -134,7 +138,8 @@ class FleetBlocks(ResponseModel):
 
 
 class FleetWorker(ResponseModel):
-    """`running` and `waiting` count requests; tokens and preemptions are totals since its start."""
+    """A worker of the fleet. `running` and `waiting` count requests; numbers of tokens and
+    preemptions are totals since the worker's start."""
 
     boot: str
     role: str
@@ -156,7 +161,8 @@ class FleetWorker(ResponseModel):
 
 
 class FleetCounters(ResponseModel):
-    """Counters of the router since its start; with --join-routers, the sums of all routers."""
+    """Counters of prefills, retries and moves of requests since the router's start; with
+    --join-routers, the sums over all routers."""
 
     prefill_local: int
     prefill_remote: int
@@ -166,8 +172,10 @@ class FleetCounters(ResponseModel):
 
 
 class FleetRequest(ResponseModel):
-    """`phase` is preparing, placing, prefill, decode or ended. Times are in seconds since the
-    request's arrival, except the durations of phases, and `ended_s`: the time since its end."""
+    """A request. `phase` is preparing, placing, prefill, decode or ended. `prepared_s`,
+    `first_token_s` and `elapsed_s` are seconds since the request's arrival; `queue_s`, `prefill_s`,
+    `transfer_s` and `first_step_s` are durations of phases in seconds. `arrived_s` and `ended_s`
+    are seconds since the arrival and since the end."""
 
     id: str
     model: str
@@ -190,7 +198,8 @@ class FleetRequest(ResponseModel):
 
 
 class RequestsShown(ResponseModel):
-    """Requests of one gateway process; other processes behind its port have their own."""
+    """The open and the latest ended requests of one gateway process. Other gateway processes that
+    listen at the same port have their own."""
 
     open: list[FleetRequest]
     num_open: int
@@ -198,8 +207,9 @@ class RequestsShown(ResponseModel):
 
 
 class FleetState(RequestsShown):
-    """The fleet, and the requests of all gateway processes. `counters` is null while no router
-    responds; `error` is then the reason."""
+    """The answer of /fleet/state: the workers of the fleet, and the requests of all gateway
+    processes. While no router responds, `workers` is empty, `counters` is null and `error` is the
+    reason."""
 
     workers: list[FleetWorker]
     counters: FleetCounters | None
@@ -207,7 +217,8 @@ class FleetState(RequestsShown):
 
 
 def add_fleet(app: FastAPI, service: Service) -> None:
-    """Add GET /fleet/state, which also queries the other gateway processes."""
+    """Add the route /fleet/state, which also includes the requests of the other gateway
+    processes."""
     clock = service.clock
     latest = _LatestView(service.upstream, clock)
 
@@ -227,7 +238,8 @@ def add_fleet(app: FastAPI, service: Service) -> None:
 
     @app.get("/fleet/state", **describe(response=FleetState))
     async def state(request: Request) -> Response:
-        """Return the workers as the router sees them, and this key's open and latest requests."""
+        """Return the workers as the router sees them, and the open and latest requests of this
+        key."""
         tenant = caller_of(request).tenant.id
         workers, counters, error = [], None, ""
         try:
@@ -260,7 +272,8 @@ def add_fleet(app: FastAPI, service: Service) -> None:
 
 
 class _LatestView:
-    """Cached view of the fleet: one query to the router at a time, and at most one per FRESH_S."""
+    """Cache of the router's view of the fleet: it sends one query to the router at a time, and at
+    most one per FRESH_S."""
 
     def __init__(self, upstream: Upstream, clock: Callable[[], float]) -> None:
         self._upstream = upstream
@@ -278,7 +291,8 @@ class _LatestView:
 
 
 def _from_attributes(kind: type[M], source: object, **fields: Any) -> M:
-    """Return a model with these fields, and the others from attributes of the same names."""
+    """Return a model of type `kind` with the given fields; its other fields are read from
+    attributes of `source` with the same names."""
     names = kind.model_fields.keys() - fields.keys()
     return kind(**fields, **{name: getattr(source, name) for name in names})
 

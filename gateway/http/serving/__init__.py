@@ -1,3 +1,3 @@
-"""The HTTP server: uvicorn with further bounds."""
+"""The HTTP server: uvicorn with stricter limits on its clients."""
 
 from pdserve.gateway.http.serving.server import HttpServer

@@ -1,11 +1,12 @@
-"""uvicorn's HTTP protocol with bounds on the size and time of a request's head, and batched writes.
+"""uvicorn's HTTP connection class, with limits on the size and time of a request's headers, and
+batched writes.
 
-A write wakes the client's process, which takes longer than the write itself. Writes of one turn of
-the loop are done together, so a process with several connections is woken once, and all bytes of a
-response in a turn are one segment.
+A write wakes the client's process, which takes longer than the write itself. So all writes of one
+pass of the event loop are done together at its end: a client process with several connections is
+woken once, and the bytes of one response are one TCP segment.
 
-The protocol also closes connections whose client does not read its response, has the ASGI extension
-that drops a response, and answers clients that have ended their sending side.
+The class also closes the connection of a client that does not read its response, offers the ASGI
+extension that drops a response, and still answers a client that has closed only its sending side.
 """
 
 import asyncio
@@ -51,8 +52,9 @@ _CYCLE_FIELDS = (
 
 
 def check_uvicorn(protocol: type, cycle: type) -> None:
-    """Check that uvicorn's classes have the names that BoundedProtocol overrides and uses. Raises
-    RuntimeError that names the missing ones, the installed version and the versions to install."""
+    """Check that the installed uvicorn has the private methods and fields that BoundedProtocol
+    uses. Raises RuntimeError that names the missing ones, the installed version and the versions to
+    install."""
     missing = [name for name in _PROTOCOL_METHODS if not hasattr(protocol, name)]
     for owner, fields in ((protocol, _PROTOCOL_FIELDS), (cycle, _CYCLE_FIELDS)):
         assigned = vars(owner)["__init__"].__code__.co_names
@@ -68,14 +70,15 @@ check_uvicorn(HttpToolsProtocol, RequestResponseCycle)
 
 
 class BatchedWrites:
-    """The pending writes of all connections of an event loop."""
+    """Collects the bytes to be written to all connections of an event loop, and writes them
+    together."""
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Transport, list[bytes]] = {}
 
     def write(self, transport: asyncio.Transport, pieces: Iterable[bytes]) -> None:
-        """Queue pieces, which are written at the end of the loop's turn, at `flush`, or when
-        MAX_TOGETHER connections have some."""
+        """Queue bytes for a connection. They are written at the end of the event loop's pass, at
+        `flush`, or as soon as MAX_TOGETHER connections have queued bytes."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush_all)
         self._waiting.setdefault(transport, []).extend(pieces)
@@ -83,13 +86,13 @@ class BatchedWrites:
             self._flush_all()
 
     def flush(self, transport: asyncio.Transport) -> None:
-        """Write the pending bytes of a connection; discard them if it is closing."""
+        """Write the queued bytes of a connection now; discard them if the connection is closing."""
         pieces = self._waiting.pop(transport, None)
         if pieces and not transport.is_closing():
             transport.write(b"".join(pieces))
 
     def num_waiting(self, transport: asyncio.Transport) -> int:
-        """Return the pending bytes of a connection."""
+        """Return the number of queued bytes of a connection."""
         pieces = self._waiting.get(transport)
         return sum(map(len, pieces)) if pieces else 0
 
@@ -99,29 +102,29 @@ class BatchedWrites:
             try:
                 self.flush(transport)
             except Exception:  # only this connection fails
-                log.exception("cannot write to a connection")
+                log.exception("closing an HTTP connection: cannot write to it")
                 transport.abort()
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """HTTP connection that refuses a head over MAX_HEAD_BYTES with 431, and drops a slow one.
+    """HTTP connection that answers 431 to request headers over MAX_HEAD_BYTES, and closes if they
+    take longer than HEAD_TIMEOUT_S.
 
-    An answer before the end of its request's body is the connection's last; the rest of the body
-    may take as long as a head. `errors` formats the errors of requests whose path is not known yet;
-    `lost` is set when the connection ends.
+    If a request is answered before its body has arrived, the connection closes after that answer;
+    the rest of the body may take HEAD_TIMEOUT_S. `errors` formats the errors of requests whose path
+    is not known yet; `lost` is set when the connection ends.
 
-    A client loses its connection, with the unread data, when it takes nothing for `stall_s` of what
-    fills the transport's buffer, or of the rest of a complete answer.
+    The connection is closed, and unread data is discarded, if the client reads nothing for
+    `stall_s` while the transport's buffer is full, or while the end of a complete answer is unread.
 
     An offer to change the protocol (`Upgrade: h2c`, which Java's client sends) is hidden from the
-    parser, which would take the body for the other protocol. An offer that comes in pieces ends the
-    connection after its answer, and nothing after it is read.
+    parser, which would otherwise read the body in the other protocol. If such an offer arrives in
+    several pieces, the connection ends after its answer, and later input is ignored.
 
-    A FIN may mean that the client only ends its sending side, or that it has left. A write tells
-    the two apart, since the system of a client that has left resets the connection: an interim
-    response is written, and the connection is checked until the answer is out. HTTP/1.0 has no
-    interim responses and TLS no half-closed connections; there a FIN means that the client has
-    left.
+    A TCP FIN means either that the client has closed only its sending side, or that it has
+    disconnected. To tell, the server writes an interim response, since the system of a client that
+    has disconnected replies with a reset, and checks for the reset until the answer is sent. With
+    HTTP/1.0 and TLS, where this is not possible, a FIN counts as a disconnect.
     """
 
     _head_bytes = 0
@@ -169,7 +172,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return True to keep the connection open."""
+        """Handle the end of the client's input. Returns True to keep the connection open for the
+        answer."""
         if self._half_closed:
             return True
         cycle = self.cycle
@@ -252,7 +256,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
-        """Called by uvicorn for each request, once those before are answered."""
+        """Run the application for a request. uvicorn calls this for each request after the requests
+        before it are answered."""
         self._running = cycle
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -276,8 +281,8 @@ class BoundedProtocol(HttpToolsProtocol):
         return unsent < MAX_LAG_BYTES
 
     def _write_piece(self, cycle: RequestResponseCycle, data: bytes) -> bool:
-        """Write a piece of a chunked body, as the cycle's `send` would. Returns False, and writes
-        nothing, if the response has not begun or is over, or the client lags."""
+        """Write a piece of a chunked response body at once. Returns False and writes nothing if the
+        response has not begun or is over, or if the client lags."""
         if not cycle.response_started or cycle.response_complete or not cycle.chunked_encoding:
             return False
         if cycle.disconnected or self.transport.is_closing() or not self._keeps_up():
@@ -305,7 +310,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._watch_last_bytes()
 
     def _watch_last_bytes(self) -> None:
-        """Watch whether the client takes the end of a complete answer."""
+        """Start the stall timer for the end of a complete answer that the client has not read
+        yet."""
         if self.cycle is not None and self.cycle.response_complete:
             self._start_stall()
 
@@ -316,8 +322,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stall_timer = self.loop.call_later(self._stall_s, self._check_progress)
 
     def _has_unread(self) -> bool:
-        """Return whether the client has not taken all that was written. A TLS transport knows only
-        its own layer's data; the system knows the rest."""
+        """Return whether the client has not received all written bytes. On TLS connections the
+        transport does not know this, so the operating system is asked for unacknowledged bytes."""
         if self.transport.get_write_buffer_size():
             return True
         if self.transport.get_extra_info("ssl_object") is None:
@@ -325,13 +331,13 @@ class BoundedProtocol(HttpToolsProtocol):
         return _unsent(self.transport.get_extra_info("socket")) > 0
 
     def _bytes_taken(self) -> int:
-        """Return a number that grows when the client takes something."""
+        """Return a number that grows whenever the client receives bytes, to detect progress."""
         acked = self._acknowledged_bytes()
         return -self.transport.get_write_buffer_size() if acked is None else acked
 
     def _acknowledged_bytes(self) -> int | None:
-        """Return the bytes that the client's system has acknowledged; None without a TCP
-        connection."""
+        """Return the number of bytes that the client's system has acknowledged; None if this is not
+        a TCP connection."""
         sock = self.transport.get_extra_info("socket")
         return None if sock is None or sock.family == socket.AF_UNIX else _acknowledged(sock)
 
@@ -366,7 +372,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._start_stall()  # the connection closes when all is taken
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for bytes that are not HTTP."""
+        """Answer 400 to input that is not HTTP, and close the connection. uvicorn's parser calls
+        this."""
         self._refuse(400, "this is not an HTTP/1.1 request")
 
     def _refuse(self, status: int, message: str) -> None:
@@ -382,13 +389,15 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _acknowledged(sock: socket.socket) -> int:
-    """Return tcpi_bytes_acked of Linux's struct tcp_info."""
+    """Return the number of bytes that the peer has acknowledged on a TCP socket: tcpi_bytes_acked
+    of Linux's struct tcp_info."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED + 8)
     return int.from_bytes(info[_BYTES_ACKED:], sys.byteorder)
 
 
 def _unsent(sock: socket.socket) -> int:
-    """Return the bytes that the peer's system has not acknowledged; 0 for a closed socket."""
+    """Return the number of written bytes that the peer's system has not acknowledged yet; 0 for a
+    closed socket."""
     try:
         size = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
     except OSError:
@@ -397,16 +406,17 @@ def _unsent(sock: socket.socket) -> int:
 
 
 def _is_reset(sock: socket.socket) -> bool:
-    """Return whether the peer has reset a TCP connection; on a Unix socket, a write fails
-    instead."""
+    """Return whether the peer has reset the TCP connection. Always False for a Unix socket, on
+    which the next write fails instead."""
     if sock.family == socket.AF_UNIX:
         return False
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CLOSED
 
 
 def _unframed(cycle: RequestResponseCycle, send: Send) -> Send:
-    """Return a `send` for an answer of unknown length to an HTTP/1.0 client: unframed, until the
-    connection closes. uvicorn would write chunks, which such a client takes for the answer."""
+    """Wrap `send` for an answer to an HTTP/1.0 client. If the answer's length is unknown, its body
+    is sent without chunked framing, which such clients do not understand, and ends when the
+    connection closes."""
     unknown_length = False
 
     async def send_unframed(message: Message) -> None:

@@ -1,6 +1,5 @@
-"""The HTTP server of the gateway: uvicorn with its certificate, on connections that the listener
-(gateway/listener.py) accepts.
-"""
+"""The HTTP server of the gateway: uvicorn, with TLS certificates that are reloaded when they
+change, on connections that gateway/listener.py accepts."""
 
 import asyncio
 import contextlib
@@ -25,12 +24,13 @@ HANDSHAKE_S = 15.0  # of TLS
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling, which belongs to the process, and without its listener.
+    """uvicorn's server without its signal handling and without its listening sockets, which the
+    gateway process and HttpListener provide.
 
-    `errors` formats the errors of what is not a request; `stall_s` is how long a client may take
-    nothing of its answer; `max_answers_bytes` bounds the bytes that no client has taken yet. With
-    the paths of a certificate and its key, both PEM, it serves TLS, except on Unix sockets.
-    `counts` are the HttpListener's.
+    `errors` formats the errors of input that is not a valid request; `stall_s` is how long a client
+    may read nothing of its answer; `max_answers_bytes` limits the bytes of all answers that clients
+    have not read yet. `certificate` and `key` are paths of PEM files; with them the server uses
+    TLS, except on Unix sockets. `counts` are the connection counts for HttpListener.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class HttpServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on the sockets. uvicorn calls this to start its own servers."""
+        """Start to accept connections on the sockets. Overrides uvicorn's method, which would
+        create its own listening servers."""
         for sock in sockets or ():
             sock.listen(self.config.backlog)
             self._listeners.append(
@@ -80,7 +81,7 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more connections, then end the open ones as uvicorn does."""
+        """Stop accepting connections, then close the open ones as uvicorn does."""
         for listener in self._listeners:
             listener.close()
         await super().shutdown(sockets)
@@ -105,8 +106,8 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def watch_certificate(self) -> None:
-        """Load a new certificate when its file or its key's changes, for later connections; run
-        until cancelled."""
+        """Load the TLS certificate again whenever its file or its key's file changes, for later
+        connections. Runs until cancelled."""
         certificate, key = self._files
         if not certificate:
             await asyncio.Event().wait()  # nothing changes

@@ -1,4 +1,4 @@
-"""The request bodies of chats and completions."""
+"""Request bodies of OpenAI's chat and completion routes, as pydantic models."""
 
 from pdserve.gateway.openai.request_models.base import B, Body, OwnedBody, parse
 from pdserve.gateway.openai.request_models.sampling import PENALTIES, Sampling

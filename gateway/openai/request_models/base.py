@@ -1,5 +1,6 @@
-"""What all request models of this API share: strict types, errors that name a field, schemas for
-/openapi.json, and how each entry type of a chat is handled.
+"""What all request models of OpenAI's API share: strict types, errors that name a field, schemas
+for /openapi.json, and tables of how each type of entry in a chat (roles, content parts, calls,
+tools) is handled.
 
 Unknown fields are ignored and named in the debug log, as in vLLM. gateway/http/fields.py says how
 known fields that are not served are handled.
@@ -52,21 +53,23 @@ CONTENT: dict[str, Any] = {
 
 
 class Body(StrictModel):
-    """The body of a request, or a part of it."""
+    """Base class of the models of a request body, or of a part of one."""
 
     # The names in REFUSED_FIELDS that are checked.
     checked: ClassVar[Collection[str]] = PROMPT_FIELDS
 
 
 class OwnedBody(Body):
-    """The body of a request that uses a model."""
+    """Base class of request bodies that run a model: with the fields for usage accounting and
+    priority."""
 
     session_id: str | None = Field(None, max_length=MAX_SESSION)
     user: Any = None
     priority: Priority | None = None
 
     def called_by(self, caller: Caller, request_id: str) -> Caller:
-        """Return the caller with the session under which its usage is counted."""
+        """Return a copy of the caller for this request: with its id, and with the session under
+        which its usage is counted (`session_id` or `user`)."""
         return caller.of_body(request_id, self.session_id, self.user)
 
 
@@ -74,7 +77,8 @@ B = TypeVar("B", bound=Body)
 
 
 def parse(kind: type[B], body: Mapping[str, Any]) -> B:
-    """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    """Validate a request body as a model of type `kind`. Raises ServiceError INVALID_ARGUMENT that
+    names the first wrong field."""
     return parse_body(
         kind,
         body,
@@ -89,18 +93,21 @@ def parse(kind: type[B], body: Mapping[str, Any]) -> B:
 
 
 def ids(max_items: int) -> dict[str, Any]:
-    """Return the schema of token ids, or of a list of at most `max_items` prompts of them."""
+    """Return the JSON schema of a field that is one prompt of token ids, or a list of at most
+    `max_items` such prompts."""
     return {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1, "maxItems": max_items}]}
 
 
 def texts_or_ids(max_items: int) -> dict[str, Any]:
-    """Return the schema of a text, token ids, or a list of at most `max_items` of either."""
+    """Return the JSON schema of a field that is a text, a list of token ids, or a list of at most
+    `max_items` of either."""
     texts = {"type": "array", "items": TEXT, "minItems": 1, "maxItems": max_items}
     return {"anyOf": [TEXT, texts, *ids(max_items)["anyOf"]]}
 
 
 def completion(schema: dict[str, Any]) -> None:
-    """Write the sampling bounds into the schema of a chat or completion."""
+    """Add the limits of sampling parameters to the JSON schema of a chat or completion body, in
+    place."""
     bounded(schema)
     if "echo" in schema["properties"]:  # max_tokens 0 is valid only for an echo
         schema["properties"]["max_tokens"]["anyOf"][0]["minimum"] = 0

@@ -1,9 +1,9 @@
-"""The fields that chat and plain completions share: sampling, whose bounds are in
-gateway/sampling.py, and the structure of the answer, as clients of OpenAI, vLLM, SGLang and
-llama.cpp request it.
+"""The fields that chat and plain completions share: sampling parameters, whose limits are in
+gateway/sampling.py, and the required structure of the answer, in the forms of OpenAI, vLLM, SGLang
+and llama.cpp.
 
-A request has at most one structure. A schema's keywords that cannot be enforced are refused by
-name; only OpenAI's json_schema without `strict` is best effort, as there: they bind nothing.
+A request has at most one structure. JSON schema keywords that cannot be enforced are refused by
+name, except in OpenAI's json_schema without `strict`: there they are ignored, as in OpenAI.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,8 @@ MAX_TAGS = 256
 
 
 def _parsed(value: Any) -> Any:
-    """Accept JSON as text, too; an empty text is None."""
+    """Convert a field that is JSON text to its value; other values are returned unchanged, and an
+    empty text becomes None. Raises ValueError."""
     if not isinstance(value, str):
         return value
     if len(value) > 2 * MAX_STRUCTURE_CHARS:
@@ -44,7 +45,8 @@ def _check_unset(value: Any) -> None:
 
 
 def _texts(value: Any) -> Any:
-    """Fail at the first wrong entry: an error for each of many takes long."""
+    """Check that all items of a list are strings. Stops at the first wrong item, since one error
+    for each of many items takes long. Raises ValueError."""
     if isinstance(value, list) and not all(isinstance(text, str) for text in value):
         raise ValueError("must be a list of strings")
     return value
@@ -57,7 +59,8 @@ NotServed = Annotated[None, BeforeValidator(_check_unset)]
 
 
 class TagBody(Body):
-    """The format of the text after one opening tag."""
+    """One tag of a structural tag: its opening text, the JSON schema of what follows, and its
+    closing text."""
 
     begin: str = Field(min_length=1)
     content: dict[str, Any] | bool = Field(alias="schema")
@@ -70,7 +73,8 @@ Triggers = Annotated[list[Trigger], Field(min_length=1, max_length=MAX_TAGS)]
 
 
 class StructuralTag(Body):
-    """Free text with tags, in the form that vLLM and SGLang share."""
+    """An answer of free text in which each tag contains JSON that matches the tag's schema, in the
+    format that vLLM and SGLang share."""
 
     structures: Tags
     triggers: Triggers
@@ -81,7 +85,7 @@ Tag = Annotated[StructuralTag | None, JsonText]
 
 
 class JsonSchemaFormat(Body):
-    """`json_schema` of a response format."""
+    """The object `json_schema` of OpenAI's `response_format`."""
 
     name: str | None = Field(None, max_length=MAX_NAME)
     description: str | None = None
@@ -90,7 +94,8 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormatBody(Body):
-    """OpenAI's `response_format`; llama.cpp and others also accept a schema in a json_object."""
+    """OpenAI's `response_format`. As in llama.cpp and others, the type json_object may have a
+    schema."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None
@@ -161,7 +166,9 @@ _WITHIN: dict[str, Kind] = {  # of StructuredOutputs
 def _of_fields(
     kinds: Mapping[str, Kind], values: Mapping[str, Any], prefix: str, whitespace: bool
 ) -> Iterator[Structure]:
-    """Yield the structure that each field requests; an empty text requests none."""
+    """Yield the structure that each set field requests. `kinds` maps the field's name to the kind
+    of structure; `prefix` is the place of the fields in the request. An empty text requests
+    none."""
     for name, kind in kinds.items():
         value = values[name]
         if isinstance(value, StructuralTag):
@@ -171,7 +178,7 @@ def _of_fields(
 
 
 class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`."""
+    """vLLM's field `structured_outputs`: the required structure of the answer."""
 
     model_config = ConfigDict(extra="forbid")
     content: Schema = Field(None, alias="json")
@@ -197,7 +204,8 @@ class StructuredOutputs(Body):
 
 
 class StructureFields(Body):
-    """Fields that request a structured answer; only one may be set."""
+    """The fields of several servers' APIs that request a structured answer, such as JSON that
+    matches a schema. Only one may be set."""
 
     response_format: ResponseFormatBody | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -214,11 +222,12 @@ class StructureFields(Body):
     constraint_type: Literal["regex", "lark", "json_schema", "json"] | None = None
 
     def structure(self) -> Structure | None:
-        """Return the requested structure. Raises ServiceError for more than one."""
+        """Return the structure that the request requires, None without one. Raises ServiceError if
+        several fields request one."""
         structures = list(self._structures())
         if len(structures) > 1:
             first, second = structures[0].param, structures[1].param
-            raise refuse(second, f"give either {first} or {second}")
+            raise refuse(second, f"set either {first} or {second}, not both")
         return structures[0] if structures else None
 
     def _structures(self) -> Iterator[Structure]:
@@ -263,7 +272,8 @@ def _stop(value: Any) -> Any:
 
 
 def _limited(name: str) -> BeforeValidator:
-    """Refuse too many entries of a field before checking each: an error for each takes long."""
+    """Return a validator that refuses a list or object with more than MAX_ENTRIES[name] items,
+    before each item is checked, since one error for each of many items takes long."""
     limit = MAX_ENTRIES[name]
 
     def check(value: Any) -> Any:
@@ -280,7 +290,8 @@ class StreamOptions(Body):
 
 
 class Sampling(StructureFields, OwnedBody):
-    """The fields that chat and plain completions share."""
+    """The fields that chat and plain completions share: model, sampling, streaming and
+    structure."""
 
     model_config = ConfigDict(json_schema_extra=base.completion)
     checked = REFUSED_FIELDS.keys()
@@ -326,21 +337,25 @@ class Sampling(StructureFields, OwnedBody):
 
     @property
     def continuous_usage(self) -> bool:
-        """Return whether every chunk of a stream has the usage so far."""
+        """Return whether every chunk of a stream has the token counts so far."""
         return self.include_usage and bool(
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
     def _shared(self) -> dict[str, Any]:
-        """Return fields of RequestedSampling; a null field is left out."""
+        """Return the arguments of RequestedSampling that do not differ between chats and
+        completions; fields that are null are left out. Raises ServiceError for fields that
+        contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise refuse("stream_options", "stream_options needs stream: true")
         if self.prompt_logprobs is not None and self.stream:
-            raise refuse("prompt_logprobs", "prompt_logprobs cannot be streamed")
+            raise refuse("prompt_logprobs", "prompt_logprobs cannot be combined with stream: true")
         values = {name: getattr(self, name) for name in _SAME_NAMES}
         if self.repeat_penalty is not None:
             if self.repetition_penalty not in (None, self.repeat_penalty):
-                raise refuse("repeat_penalty", "give either repetition_penalty or repeat_penalty")
+                raise refuse(
+                    "repeat_penalty", "set either repetition_penalty or repeat_penalty, not both"
+                )
             values["repetition_penalty"] = self.repeat_penalty
             values["repetition_penalty_field"] = "repeat_penalty"
         penalties = {name: values[name] for name in PENALTIES if values[name] is not None}
@@ -355,7 +370,7 @@ class Sampling(StructureFields, OwnedBody):
         }
 
     def _bounds_of_thinking(self) -> dict[str, int]:
-        """Return the bounds that are set, by their field."""
+        """Return the limits on reasoning tokens that the body sets, by the name of the field."""
         values = {name: getattr(self, name) for name in _THINKING}
         return {name: value for name, value in values.items() if value is not None}
 

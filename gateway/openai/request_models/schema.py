@@ -1,4 +1,5 @@
-"""Request bodies of the OpenAI API: strict types here, bounds in gateway/sampling.py."""
+"""Request bodies of OpenAI's routes for text generation and tokenization. Types are checked here;
+the limits of sampling parameters are in gateway/sampling.py."""
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -41,7 +42,8 @@ def _is_ids(value: Any) -> bool:
 
 
 def texts_or_ids(value: Any, max_items: int = MAX_PROMPTS, items_name: str = "prompts") -> Any:
-    """Return a list of texts or of lists of token ids, also if only one is given."""
+    """Convert a prompt field to a list of texts or a list of token id lists; a single text or id
+    list becomes a list of one. Raises ValueError for other types and for more than `max_items`."""
     if isinstance(value, str):
         return [value]
     if _is_ids(value):
@@ -80,7 +82,7 @@ TemplateKwargs = Annotated[
 
 
 class CalledFunction(Body):
-    """The function of a call; `arguments` is usually a JSON text."""
+    """The function in a tool call of an earlier message; `arguments` is usually JSON text."""
 
     name: str
     arguments: Any = ""
@@ -90,7 +92,8 @@ _TEXTS = ("text", "thinking", "summary")  # the fields of a part of a thought th
 
 
 def _joined_texts(value: Any) -> str | None:
-    """Return a text, or the joined texts of a part or of several; None for anything else."""
+    """Return the text in a field for reasoning: the value if it is a text, or the joined texts of
+    an object or of a list of objects; None for any other value."""
     parts = [value] if isinstance(value, dict) else value
     if isinstance(parts, list):
         texts = [part.get(name) for part in parts if isinstance(part, dict) for name in _TEXTS]
@@ -103,7 +106,8 @@ Thought = Annotated[str | None, BeforeValidator(_joined_texts)]
 
 
 class Message(Body):
-    """One message. text/templates checks its role and content when it fills the template."""
+    """One message of a conversation. Its role and content are checked later, in text/templates,
+    when the chat template is filled."""
 
     role: Annotated[str, WithJsonSchema({**base.TEXT, "enum": list(base.ROLES)})]
     content: Annotated[Any, WithJsonSchema(base.CONTENT)] = None
@@ -124,8 +128,8 @@ class Message(Body):
     partial: bool | None = None  # Moonshot's and Alibaba's name for it
 
     def as_template(self, dropped: list[str]) -> dict[str, Any]:
-        """Return the message as chat templates expect it. Adds the kinds of dropped parts to
-        `dropped`."""
+        """Convert the message to the form that chat templates expect. Appends the types of content
+        parts that are dropped to `dropped`."""
         optional = {name: getattr(self, name) for name in _OPTIONAL}
         fields = {name: value for name, value in optional.items() if value is not None}
         thoughts = [getattr(self, name) for name in _THOUGHTS]
@@ -155,12 +159,13 @@ class Message(Body):
 
 
 def _call_id(name: str) -> str:
-    """Return the id of a call without one."""
+    """Return a call id for a function call of the older API, which has no id."""
     return f"call_{name}"
 
 
 def _as_function(call: Any) -> Any:
-    """Return a call of a custom tool as a call of the function that the model sees."""
+    """Convert an earlier call of a custom tool to a call of the function that the model sees in its
+    place. Other calls are returned unchanged."""
     custom = call.get("custom") if isinstance(call, dict) and call.get("type") == "custom" else None
     if not isinstance(custom, dict):
         return call
@@ -170,13 +175,15 @@ def _as_function(call: Any) -> Any:
 
 
 def _of_provider(call: Any) -> bool:
-    """Return whether a call is of a tool that a provider has run, and is not in function form."""
+    """Return whether a tool call in the history was run by another provider and is not in the
+    format of a function call."""
     kind = call.get("type") if isinstance(call, dict) else None
     return isinstance(kind, str) and kind not in base.CALLS and "function" not in call
 
 
 def _thoughts_within(content: Any) -> str | None:
-    """Return the reasoning in the parts of a content."""
+    """Return the reasoning text in a message's content parts of type `thinking`; None if there is
+    none."""
     if not isinstance(content, list):
         return None
     parts = [part for part in content if isinstance(part, dict) and part.get("type") == "thinking"]
@@ -184,8 +191,8 @@ def _thoughts_within(content: Any) -> str | None:
 
 
 def _history(content: Any, dropped: list[str]) -> Any:
-    """Return the content of an assistant's message without the parts that mean nothing to a model
-    here; add their kinds to `dropped`."""
+    """Return the content of an earlier assistant message without its reasoning and without parts
+    that no model here can use; appends the types of the latter to `dropped`."""
     if not isinstance(content, list):
         return content
     parts = []
@@ -199,7 +206,8 @@ def _history(content: Any, dropped: list[str]) -> Any:
 
 
 def _as_text(part: Any) -> Any:
-    """Return a part that has a text, under any name, or is one, as a text part."""
+    """Convert a content part to a text part, if it is a string or a part of a type that has a text.
+    Other parts are returned unchanged."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
@@ -211,7 +219,7 @@ def _as_text(part: Any) -> Any:
 
 
 class ConversationBody(ThinkingFields, Body):
-    """Messages, and the parameters of the chat template."""
+    """The messages of a conversation, the parameters of the chat template, and tools."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     add_generation_prompt: bool | None = None
@@ -224,7 +232,8 @@ class ConversationBody(ThinkingFields, Body):
     tools: list[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
 
     def conversation(self) -> TemplateInput:
-        """Return the conversation. Raises ServiceError for fields that contradict each other."""
+        """Return the input of the chat template. Raises ServiceError for fields that contradict
+        each other."""
         if self.add_special_tokens:
             text = "add_special_tokens: the chat template writes every special token of a chat"
             raise refuse("add_special_tokens", text)
@@ -286,14 +295,15 @@ class ChatBody(ConversationBody, Sampling):
 
     @property
     def shows_reasoning(self) -> bool:
-        """Return whether the answer includes the model's reasoning."""
+        """Whether the answer includes the model's reasoning."""
         excluded = self.reasoning is not None and self.reasoning.exclude
         hidden = self.reasoning_format == "hidden"
         return self.include_reasoning is not False and not excluded and not hidden
 
     @property
     def separates_reasoning(self) -> bool:
-        """Return whether reasoning is separate from the content."""
+        """Whether the answer has reasoning in its own field; otherwise it is part of the
+        content."""
         raw = self.reasoning_format in ("none", "raw")
         return self.separate_reasoning is not False and not raw
 
@@ -302,7 +312,7 @@ class ChatBody(ConversationBody, Sampling):
 
     @property
     def custom_tools(self) -> frozenset[str]:
-        """Return the names of tools that are called with a text."""
+        """The names of the custom tools, whose input is a text instead of JSON arguments."""
         return frozenset(
             tool.custom.name
             for tool in self.tools or ()
@@ -310,11 +320,13 @@ class ChatBody(ConversationBody, Sampling):
         )
 
     def tool_use(self) -> ToolUse | None:
-        """Return the use of tools. Raises ServiceError for a wrong tool_choice."""
+        """Return which tools the model may or must call, None without tools. Raises ServiceError
+        for an invalid tool_choice."""
         return tool_use(self.tools or [], self.tool_choice, self.parallel_tool_calls)
 
     def sampling(self) -> RequestedSampling:
-        """Return the sampling. Raises ServiceError for fields that contradict each other."""
+        """Return the sampling parameters. Raises ServiceError for fields that contradict each
+        other."""
         if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
         limit, limit_field = self.max_completion_tokens, "max_completion_tokens"
@@ -331,7 +343,8 @@ class ChatBody(ConversationBody, Sampling):
 
 
 class ChatBatchBody(ChatBody):
-    """Body of /v1/chat/completions/batch: a chat with the messages of several."""
+    """Body of /v1/chat/completions/batch: as of a chat, but `messages` is a list of
+    conversations."""
 
     messages: list[Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]] = Field(  # type: ignore[assignment]
         min_length=1, max_length=MAX_PROMPTS
@@ -343,14 +356,16 @@ class ChatBatchBody(ChatBody):
 
     @cached_property
     def shared_tools(self) -> ToolUse | None:
-        """Return the tools of every chat. Raises ServiceError for a wrong tool_choice."""
+        """The tools that the model may or must call in every conversation, computed once. Raises
+        ServiceError for an invalid tool_choice."""
         return super().tool_use()
 
     def tool_use(self) -> ToolUse | None:
         return self.shared_tools
 
     def chat(self, number: int) -> ChatBody:
-        """Return one of the chats. Raises ServiceError for a wrong tool_choice."""
+        """Return the body of a single chat with conversation `number`. Raises ServiceError for an
+        invalid tool_choice."""
         fields = {"messages": self.messages[number], "shared_tools": self.shared_tools}
         return self.model_copy(update=fields)
 
@@ -372,13 +387,14 @@ class CompletionBody(Sampling):
 
     @property
     def prompt_field(self) -> str:
-        """Return the name of the prompt's field."""
+        """The name of the field that holds the prompts: `prompt` or `prompt_token_ids`."""
         return "prompt" if self.prompt_token_ids is None else "prompt_token_ids"
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """Return the prompts. Raises ServiceError unless exactly one of their two fields is set."""
+        """Return the prompts, as texts or token ids. Raises ServiceError unless exactly one of
+        `prompt` and `prompt_token_ids` is set."""
         if self.prompt is not None and self.prompt_token_ids is not None:
-            raise refuse("prompt_token_ids", "give either prompt or prompt_token_ids")
+            raise refuse("prompt_token_ids", "set either prompt or prompt_token_ids, not both")
         prompts: list[str] | list[list[int]] | None = getattr(self, self.prompt_field)
         if prompts is None:
             raise refuse("prompt", "prompt is required")
@@ -389,10 +405,11 @@ class CompletionBody(Sampling):
         return bool(self.echo) and self.max_tokens == 0
 
     def sampling(self) -> RequestedSampling:
-        """Return the sampling. Raises ServiceError for fields that contradict each other."""
+        """Return the sampling parameters. Raises ServiceError for fields that contradict each
+        other."""
         n = 1 if self.n is None else self.n
         if self.stream and self.best_of is not None and self.best_of > n:
-            raise refuse("best_of", "best_of cannot be streamed")
+            raise refuse("best_of", "best_of must not be greater than n with stream: true")
         return RequestedSampling(
             **self._shared(),
             max_tokens=1 if self.echo_only else self.max_tokens,
@@ -402,14 +419,14 @@ class CompletionBody(Sampling):
         )
 
     def _prompt_logprobs(self) -> int | None:
-        """Return the number of prompt log-probabilities, the larger of that field's and an
-        echo's."""
+        """Return how many alternatives each prompt token's log-probabilities have: the maximum of
+        `prompt_logprobs` and, with `echo`, `logprobs`. None if neither is requested."""
         counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((count for count in counts if count is not None), default=None)
 
 
 class TokenizeBody(Body):
-    """Body of /tokenize for a prompt."""
+    """Body of /tokenize for a text prompt."""
 
     model: ModelName = ""
     prompt: str
@@ -426,7 +443,8 @@ class TemplateBody(StructureFields, ConversationBody):
     prompt_logprobs: int | None = None
 
     def chat_request(self) -> ChatCompletionRequest:
-        """Return the chat. Raises ServiceError for fields that contradict each other."""
+        """Return the chat request whose prompt is rendered. Raises ServiceError for fields that
+        contradict each other."""
         sampling = RequestedSampling(
             structure=self.structure(), prompt_logprobs=self.prompt_logprobs
         )
@@ -435,15 +453,16 @@ class TemplateBody(StructureFields, ConversationBody):
 
 
 class TokenizeChatBody(TemplateBody):
-    """Body of /tokenize for messages."""
+    """Body of /tokenize for the messages of a chat."""
 
     return_token_strs: bool = False
 
 
 def parse_tokenize(body: Mapping[str, Any]) -> TokenizeBody | TokenizeChatBody:
-    """Parse a body of /tokenize, a prompt or messages. Raises ServiceError as `parse` does."""
+    """Validate a body of /tokenize, which has either a prompt or messages. Raises ServiceError
+    INVALID_ARGUMENT."""
     if (body.get("prompt") is None) == (body.get("messages") is None):
-        raise refuse("prompt", "give either prompt or messages")
+        raise refuse("prompt", "set exactly one of prompt and messages")
     if body.get("messages") is None:
         return parse(TokenizeBody, body)
     return parse(TokenizeChatBody, body)

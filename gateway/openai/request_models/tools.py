@@ -1,7 +1,9 @@
-"""The fields of a chat that define which tools its model may call, and how; and custom tools.
+"""The fields of a chat that define which tools its model may or must call; and custom tools, whose
+input is a text instead of JSON arguments.
 
-Of a custom tool, the model sees a function of one string, and the client gets only that string. The
-pieces of an input add up to the same text however its JSON is cut.
+The model sees a custom tool as a function with one string argument, `input`; the client gets only
+that string. In a stream, the pieces of the input always add up to the same text, however the JSON
+of the arguments is split.
 """
 
 import re
@@ -41,8 +43,8 @@ def _of_grammar(value: str | None, info: ValidationInfo) -> str | None:
 
 
 class CustomFormat(StrictModel):
-    """The format of the input. A regular expression is enforced; a Lark grammar is only shown to
-    the model."""
+    """The format of a custom tool's input: any text, a regular expression, which is enforced, or a
+    Lark grammar, which is only shown to the model."""
 
     type: Literal["text", "grammar"] = "text"
     syntax: Annotated[Literal["lark", "regex"] | None, AfterValidator(_of_grammar)] = Field(
@@ -55,7 +57,8 @@ class CustomFormat(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _flat(cls, value: Any) -> Any:
-        """Accept a grammar that is nested in an object, as in chat requests, or has no type."""
+        """Accept the other forms of this object: the grammar nested in a field `grammar`, as in
+        chat requests, or without a type."""
         if not isinstance(value, dict):
             return value
         if isinstance(value.get("grammar"), dict):
@@ -66,8 +69,8 @@ class CustomFormat(StrictModel):
 
 
 def custom_tool(name: str, description: str, format_: CustomFormat | None, param: str = "") -> Tool:
-    """Return the function that the model sees in place of a custom tool. `param` is the place of
-    `format_` in the request."""
+    """Return the function that the model sees in place of a custom tool. `format_` is the format of
+    its input; `param` is the place of that field in the request, for errors."""
     value: dict[str, Any] = {"type": "string"}
     strict, schema_path = False, ""
     if format_ is not None and format_.type == "grammar":
@@ -87,19 +90,21 @@ def custom_tool(name: str, description: str, format_: CustomFormat | None, param
 
 
 def custom_arguments(text: str) -> str:
-    """Return the arguments with which the model would call the function of a custom tool."""
+    """Return the JSON arguments of a custom tool's function for the input `text`."""
     return to_json({INPUT: text}).decode()
 
 
 def written(value: Any) -> str:
-    """Return the input or the arguments of an earlier call as text."""
+    """Return the input, or the arguments, of an earlier tool call as text; values other than text
+    become JSON."""
     if isinstance(value, str):
         return value
     return "" if value is None else to_json(value).decode()
 
 
 class CustomInput:
-    """Extracts the input of a custom tool from the pieces of the function's arguments."""
+    """Extracts the input of a custom tool from the streamed JSON arguments of the function that
+    stands in its place."""
 
     def __init__(self) -> None:
         self._raw = ""  # not read yet
@@ -107,7 +112,7 @@ class CustomInput:
         self._other: list[str] | None = None  # arguments of another form
 
     def push(self, piece: str) -> str:
-        """Return the new part of the input."""
+        """Add a piece of the arguments, and return the part of the input that it completes."""
         if self._ended:
             return ""
         if self._other is not None:
@@ -124,8 +129,8 @@ class CustomInput:
         return self._read()
 
     def finish(self) -> str:
-        """Return the rest of the input. It is empty, unless the arguments are in another form: then
-        it is their only text, or all of them as they are written."""
+        """Return the input that `push` has not returned. This is empty unless the arguments do not
+        begin with `{"input": "`: then it is their only string, or else the arguments unchanged."""
         if self._begun:
             return ""
         raw = "".join(self._other or [self._raw])
@@ -140,7 +145,8 @@ class CustomInput:
         return text if isinstance(text, str) else raw
 
     def _read(self) -> str:
-        """Return the text up to its end, or to an incomplete escape."""
+        """Decode the received JSON string up to its end or to an incomplete escape, and return that
+        text."""
         raw, position, texts = self._raw, 0, []
         while position < len(raw):
             if raw[position] == '"':
@@ -190,7 +196,7 @@ MODES = {"none": "none", "auto": "auto", "required": "required", "any": "require
 
 
 class FunctionBody(Body):
-    """A function."""
+    """The definition of a function that the model may call."""
 
     name: ToolName
     description: ToolDescription | None = None
@@ -198,25 +204,25 @@ class FunctionBody(Body):
     strict: bool | None = None
 
     def tool(self, path: str) -> Tool:
-        """Return the tool; `path` is its place in the request."""
+        """Convert the definition to a Tool; `path` is its place in the request, for errors."""
         description, param = self.description or "", f"{path}.parameters"
         return Tool(self.name, description, self.parameters, bool(self.strict), param)
 
 
 class CustomBody(Body):
-    """A tool whose input is a text."""
+    """The definition of a custom tool, whose input is a text."""
 
     name: ToolName
     description: ToolDescription | None = None
     format: CustomFormat | None = None
 
     def tool(self, path: str) -> Tool:
-        """Return the tool; `path` is its place in the request."""
+        """Convert the definition to a Tool; `path` is its place in the request, for errors."""
         return custom_tool(self.name, self.description or "", self.format, f"{path}.format")
 
 
 class ToolBody(Body):
-    """A tool. Tools that the client does not run itself are left out."""
+    """An item of `tools`. Tools that a provider runs, instead of the client, are left out."""
 
     type: str
     function: FunctionBody | None = None
@@ -225,7 +231,7 @@ class ToolBody(Body):
     @model_validator(mode="before")
     @classmethod
     def _nested(cls, value: Any) -> Any:
-        """Accept the form of /v1/responses, whose fields are beside the type."""
+        """Accept the format of /v1/responses, in which the fields of a tool are beside its type."""
         if _is_left_out(value):
             return {"type": value["type"]}
         kind = value.get("type") if isinstance(value, dict) else None
@@ -234,7 +240,8 @@ class ToolBody(Body):
         return value
 
     def tool(self, path: str) -> Tool | None:
-        """Return the tool, None if it is left out. Raises ServiceError."""
+        """Convert the item to a Tool; None if it is left out. `path` is its place in the request.
+        Raises ServiceError for a missing definition."""
         if TOOLS.get(self.type, OMITTED_TYPE).handling is Handling.LEFT_OUT:
             return None
         body_path = f"{path}.{self.type}"
@@ -245,7 +252,9 @@ class ToolBody(Body):
 
 
 def tool_use(bodies: Sequence[ToolBody], choice: Any, parallel: bool | None) -> ToolUse | None:
-    """Combine `tools`, `tool_choice` and `parallel_tool_calls`. Raises ServiceError."""
+    """Combine the fields `tools`, `tool_choice` and `parallel_tool_calls` to the ToolUse of a
+    request; None if the model may call no tool and none is defined. Raises ServiceError for invalid
+    tools or an invalid choice."""
     tools_by_name: dict[str, Tool] = {}
     left_out = []
     for index, body in enumerate(bodies):
@@ -312,13 +321,13 @@ def _is_left_out(tool: Any) -> bool:
 
 
 def _named(value: Any, names: Collection[str], path: str) -> str:
-    """Return the name of a tool in {"function": {"name"}}, {"custom": {"name"}} or {"name"}. Raises
-    ServiceError."""
+    """Return the tool name in an object of the form {"function": {"name"}}, {"custom": {"name"}} or
+    {"name"}. Raises ServiceError if it is missing or not in `names`."""
     kind = "custom" if isinstance(value, dict) and value.get("type") == "custom" else "function"
     function = value.get(kind, value) if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise refuse(path, f"{path} must name a function")
+        raise refuse(path, f"{path} must contain the name of a tool")
     if name not in names:
         raise refuse(f"{path}.function.name", f"{path}: no tool has the name {quoted(name)}")
     return name

@@ -1,3 +1,3 @@
-"""/v1/responses."""
+"""OpenAI's /v1/responses: generated responses, and stored ones."""
 
 from pdserve.gateway.openai.responses.reply import add_response_routes

@@ -1,4 +1,4 @@
-"""Checks the input items of /v1/responses and converts them to the messages of a chat; pure."""
+"""Validates the input items of /v1/responses and converts them to the messages of a chat. Pure."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -26,7 +26,7 @@ Item = dict[str, Any]
 
 
 class MessageItem(StrictModel):
-    """A message of the user, of the assistant, of the system or of the developer."""
+    """An input item: a message of the user, the assistant, the system or the developer."""
 
     role: Literal[*ROLES]  # type: ignore[valid-type]
     content: TextOrObjects | None = None
@@ -43,8 +43,8 @@ class MessageItem(StrictModel):
 
 
 class CallItem(StrictModel):
-    """A call that the assistant has made, of a function or of a custom tool. Arguments that are not
-    JSON are kept as text."""
+    """An input item: an earlier call by the assistant of a function or a custom tool. Arguments
+    that are not JSON are kept as text."""
 
     type: Literal["function_call", "custom_tool_call"]
     call_id: str
@@ -66,7 +66,7 @@ class CallItem(StrictModel):
 
 
 class CallOutputItem(StrictModel):
-    """The output of the client's function or custom tool."""
+    """An input item: the output of a function or custom tool that the client has run."""
 
     type: str
     call_id: str
@@ -86,7 +86,8 @@ class CallOutputItem(StrictModel):
 
 
 class ReasoningItem(StrictModel):
-    """The assistant's reasoning. Encrypted reasoning cannot be read."""
+    """An input item: the assistant's reasoning in an earlier turn. Encrypted reasoning is
+    dropped."""
 
     summary: TextOrObjects | None = None
     content: TextOrObjects | None = None
@@ -103,7 +104,7 @@ class ReasoningItem(StrictModel):
 
 
 class ReferenceItem(StrictModel):
-    """A reference to an item of a stored response."""
+    """An input item that refers to an item of a stored response by its id."""
 
     id: str = Field(min_length=1)
 
@@ -112,7 +113,7 @@ class ReferenceItem(StrictModel):
 
 
 class ToolsItem(StrictModel):
-    """Tools that are offered from this item on."""
+    """An input item with additional tools. They are offered to the model for the whole request."""
 
     type: str
     tools: list[dict[str, Any]] = Field(max_length=MAX_TOOLS)
@@ -126,7 +127,7 @@ class _Effort(StrictModel):
 
 
 class ConfigurationItem(StrictModel):
-    """A change of the reasoning effort from this item on."""
+    """An input item that sets the reasoning effort; the last such item of the input applies."""
 
     reasoning: _Effort | None = None
     text: None = None  # not served
@@ -152,7 +153,9 @@ KINDS: dict[str, Any] = {
 
 
 def parse_input(items: str | Sequence[Mapping[str, Any]]) -> list[Item]:
-    """Return the items of a request's `input` with the fields in use. Raises ServiceError."""
+    """Validate the field `input` and return its items, each with only the fields that are used.
+    Logs the types of items and content parts that are dropped. Raises ServiceError for an invalid
+    item."""
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if not 1 <= len(items) <= MAX_ITEMS:
@@ -188,7 +191,8 @@ def parse_input(items: str | Sequence[Mapping[str, Any]]) -> list[Item]:
 
 
 def _kind(item: Mapping[str, Any], path: str) -> str:
-    """Return the type of an item. An item of a served type that has only its id is a reference."""
+    """Return the type of an input item. An item without a type is a message if it has a role; an
+    item with only an id is a reference to a stored item. Raises ServiceError."""
     has_only_id = bool(item.get("id")) and not item.keys() - {"id", "type", "status"}
     default = "message" if "role" in item else REFERENCE if has_only_id else None
     kind = item.get("type") or default
@@ -198,12 +202,13 @@ def _kind(item: Mapping[str, Any], path: str) -> str:
 
 
 def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return the messages of a chat, as templates expect them.
+    """Convert instructions and input items to the messages of a chat, in the form that chat
+    templates expect.
 
-    Instructions and the rules right after them are one message, since many templates take one at
-    the beginning. Consecutive reasoning, text and calls are one turn of the assistant, and so is
-    what it writes until its calls are answered. Raises ServiceError for the output of a call that
-    is not there.
+    The instructions and the system messages directly after them become one message, since many
+    templates accept only one, at the beginning. Consecutive reasoning, text and calls become one
+    turn of the assistant, which also includes what the assistant writes before all its calls have
+    outputs. Raises ServiceError for the output of a call that is not among the items.
     """
     turns = _Turns()
     answered = _answered(items)
@@ -229,7 +234,7 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
                     continue
                 if item["call_id"] not in call_ids:
                     text = f"no earlier call has the call_id {quoted(item['call_id'])}"
-                    raise refuse("input", f"input: a {kind}: {text}")
+                    raise refuse("input", f"input: an item of type {kind}: {text}")
                 turns.answer(item)
             case kind:
                 entry_type = ITEMS.get(kind, UNKNOWN_ITEM)
@@ -242,8 +247,8 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
 
 
 def _answered(items: Sequence[Item]) -> set[int]:
-    """Return the positions of the calls whose outputs follow. Ids may be used again: an output
-    belongs to the last call before it."""
+    """Return the positions of the calls that have an output later in the items. A call id may occur
+    several times; an output belongs to the last call with its id before it."""
     last_calls: dict[Any, int] = {}
     answered: set[int] = set()
     for index, item in enumerate(items):
@@ -259,7 +264,7 @@ _OUTPUT = kept_as_text("output", of_client=True)
 
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message, with a text in place of a content of one part."""
+    """Return the message; if its content is a single text part, the content becomes that text."""
     match message["content"]:
         case [{"type": "text", "text": text}]:
             return {**message, "content": text}
@@ -267,13 +272,14 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def last_effort(items: Sequence[Item]) -> str | None:
-    """Return the effort of the last item that sets one."""
+    """Return the reasoning effort of the last input item that sets one, None without such an
+    item."""
     efforts = [i["reasoning"]["effort"] for i in items if i["type"] == "configuration_update"]
     return next((effort for effort in reversed(efforts) if effort), None)
 
 
 class _Turns:
-    """Builds the messages of a chat from items."""
+    """Builds the messages of a chat, turn by turn, from input items."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -283,8 +289,9 @@ class _Turns:
         self._notes_turn: dict[str, Any] = {}  # the last turn whose content is only notes
 
     def note(self, text: str, *, of_client: bool) -> None:
-        """Add the kept text of an item to an existing turn, or to a new one; nothing may come
-        between calls and their answers."""
+        """Add an item that was converted to text to the last turn of its role, or as a new turn.
+        While calls wait for their outputs, an item of the client is held back until all outputs are
+        added."""
         role = "user" if of_client else "assistant"
         if self._unanswered and self.messages[-1]["role"] != role:
             self._held.append(partial(self._add_note, role, text))
@@ -347,14 +354,15 @@ class _Turns:
             self.release()
 
     def release(self) -> None:
-        """Add what was held until the calls are answered."""
+        """Add the messages that were held back until all calls had their outputs."""
         actions, self._held = self._held, []
         for action in actions:
             action()
 
     def _turn(self, open_to: tuple[str, ...]) -> dict[str, Any]:
-        """Return the turn of the assistant to add to: the one whose calls have no answers yet; else
-        the last turn, if apart from notes it has only fields of `open_to`; else a new one."""
+        """Return the assistant's turn to which the next item is added: the turn whose calls wait
+        for outputs; otherwise the last turn, if it has nothing (apart from notes) outside the
+        fields `open_to`; otherwise a new turn."""
         if self._unanswered:
             return self._calling
         last_turn = self.messages[-1] if self.messages else {}
@@ -375,9 +383,10 @@ def _texts(
     *,
     history: bool = False,
 ) -> list[str]:
-    """Return the texts of parts. Adds the kinds of parts that mean nothing here to `dropped`; with
-    `history`, unknown kinds too. Raises ServiceError for another part that is not text.
-    """
+    """Return the texts of a message's content parts. Appends the types of dropped parts to
+    `dropped`; with `history` (the assistant's messages), parts of unknown types are dropped too.
+    Raises ServiceError for any other part that is not text; `path` is the content's place in the
+    request."""
     if isinstance(content, str):
         return [content]
     texts = []
@@ -400,5 +409,5 @@ def _texts(
 
 
 def _texts_of(parts: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the texts of parts that have been checked."""
+    """Return the texts of content parts that are already validated."""
     return [part["text"] for part in parts]

@@ -1,7 +1,7 @@
-"""The output items of one response, from the deltas of its choice, and their events.
+"""Builds the output items of one response, and the events of its stream, from the model's output.
 
-Pure. Invariant: the events of a stream add up to the final `items`. Values of events may be
-JsonPieces: an answer holds its log-probabilities as their text.
+Pure. Invariant: the events of a stream add up to the final `items`. Values in events may be
+JsonPieces, because log-probabilities are held as JSON text.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,8 @@ _NO_TOOLS: Mapping[str, OfferedTool] = {}
 
 
 class ResponseOutput:
-    """Builds the output of one response; consecutive parts of one kind become one item."""
+    """Builds the output items of one response. Consecutive pieces of reasoning, of text, or of one
+    tool call become one item."""
 
     def __init__(
         self,
@@ -40,9 +41,9 @@ class ResponseOutput:
         summarized: bool = False,
         offered: Mapping[str, OfferedTool] = _NO_TOOLS,
     ) -> None:
-        """`suffix` makes the items' ids unique to this response. `reasons`: whether reasoning is
-        sent. `summarized`: whether reasoning is also sent as its summary. `offered`: the client's
-        tools, by the names that the model uses."""
+        """Start an empty output. `suffix` makes the items' ids unique to this response. `reasons`:
+        reasoning is sent to the client. `summarized`: reasoning is also sent as its own summary.
+        `offered`: the client's tools, by the names that the model uses."""
         self.items: list[JsonPieces] = []
         self._suffix = suffix
         self._logprobs = logprobs
@@ -54,7 +55,8 @@ class ResponseOutput:
         self._unplaced: list[ScoredToken] = []  # tokens whose text is yet to come
 
     def push(self, delta: Delta) -> Iterator[Event]:
-        """Yield the events of a delta. Its tokens belong to its first text, if it has one."""
+        """Add a piece of the model's output, and yield the stream's events for it. The
+        log-probabilities of its tokens go to its first text part."""
         if self._logprobs:
             self._unplaced += delta.tokens
         if delta.content and not any(isinstance(part, TextPart) for part in delta.content):
@@ -104,7 +106,7 @@ _CUSTOM = "custom_tool_call", "input", "response.custom_tool_call_input"
 
 
 class _TextKind(NamedTuple):
-    """The format of an item whose content is one text."""
+    """The format of an output item whose content is one text: a message, or reasoning."""
 
     part: type[TextPart | ReasoningPart]
     event: str  # prefix of its events' names
@@ -119,7 +121,8 @@ _SUMMARIZED = _TextKind(ReasoningPart, "reasoning_text", _THOUGHT, summarized=Tr
 
 
 class _OpenText:
-    """An open message, or open reasoning."""
+    """Builds the events and the item of a message, or of reasoning, that is still being
+    generated."""
 
     def __init__(self, name: str, index: int, kind: _TextKind) -> None:
         self.item = {"id": name, **kind.item, "status": "in_progress", "content": []}
@@ -183,7 +186,8 @@ class _OpenText:
 
 
 class _OpenCall:
-    """An open call of a function or of a custom tool."""
+    """Builds the events and the item of a function call, or of a custom tool's call, that is still
+    being generated."""
 
     def __init__(self, name: str, index: int, first: ToolCallPart, tool: OfferedTool) -> None:
         kind, self._key, self._event = _CUSTOM if tool.custom else _FUNCTION

@@ -1,4 +1,5 @@
-"""/v1/responses: one response, whole or in typed events, and the routes for new and stored ones."""
+"""/v1/responses: generates a response, whole or as a stream of typed events, and serves the routes
+of stored responses."""
 
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -71,10 +72,10 @@ Object = dict[str, Any]
 
 
 class ResponseReply(OpenAiErrors):
-    """Generates the response that a checked body requests: take either `whole` or `events`.
+    """Generates the response for a validated request body. Call either `whole` or `framed`, once.
 
-    It is also the error format of its stream: an error after the first event becomes a failed
-    response.
+    It is also the error format of its stream: an error after the stream has begun becomes an event
+    `response.failed`.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class ResponseReply(OpenAiErrors):
         bodies: BodyReader,
         store: ResponseStore | None,
     ) -> None:
-        """Without a store nothing is kept. Raises ServiceError for fields that contradict each
-        other."""
+        """Build the request. Without a `store` the response is not stored. Raises ServiceError for
+        fields of the body that contradict each other."""
         self._service = service
         self._body = body
         self._store = store
@@ -110,7 +111,7 @@ class ResponseReply(OpenAiErrors):
         self._num_events = 0
 
     async def whole(self) -> JsonPieces:
-        """Return the JSON text of the response object. Raises ServiceError."""
+        """Generate the whole response and return its JSON text. Raises ServiceError."""
         last: Event = {}
         async with aclosing(self.events()) as events:
             async for event in events:
@@ -119,13 +120,15 @@ class ResponseReply(OpenAiErrors):
         return response
 
     async def framed(self) -> AsyncGenerator[SentEvent, None]:
-        """Yield the framed events."""
+        """Generate the response and yield its server-sent events, ready to be sent. Raises
+        ServiceError."""
         async with aclosing(self.events()) as events:
             async for event in events:
                 yield _framed(event)
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Yield the events; the last one has the whole response. Raises ServiceError."""
+        """Generate the response and yield its events as objects; the last one contains the whole
+        response. Stores the response if requested. Raises ServiceError."""
         context = await self._prompt.items()
         request = replace(
             self._prompt.request(context, self._sampling),
@@ -157,8 +160,10 @@ class ResponseReply(OpenAiErrors):
             yield self._numbered({"type": f"response.{status}", "response": object_json(response)})
 
     def ping(self) -> bytes:
-        """Return events that show that the response goes on: clients take no other events as a sign
-        of life. Instructions, tools and output, which may be long, are only in other events."""
+        """Return the event to send while nothing is generated: `response.in_progress`, since
+        clients of this API do not accept comments as a sign of life. It leaves out instructions,
+        tools and output, which may be long. Before the first event, returns the two opening events
+        instead."""
         if not self._num_events:
             return _pieces(*self._opening()).text()
         omitted: Object = {"instructions": None, "output": [], "tools": []}
@@ -166,7 +171,8 @@ class ResponseReply(OpenAiErrors):
         return _pieces(self._numbered({"type": IN_PROGRESS, "response": response})).text()
 
     def _opening(self) -> list[Event]:
-        """Return the first two events of the stream."""
+        """Return the first two events of the stream: `response.created` and
+        `response.in_progress`."""
         response = object_json(self._object("in_progress"))
         kinds = ("response.created", IN_PROGRESS)
         return [self._numbered({"type": kind, "response": response}) for kind in kinds]
@@ -184,7 +190,7 @@ class ResponseReply(OpenAiErrors):
         return _framed(*opening, self._numbered(failed))
 
     def _learn(self, completion: PreparedCompletion) -> None:
-        """Record the model and the sampling that the response object shows."""
+        """Record the model and the sampling parameters in use, which the response object shows."""
         self._model = completion.model.card.name
         resolved = completion.prompts[0].params  # as float32
         for name in ("temperature", "top_p"):
@@ -193,7 +199,8 @@ class ResponseReply(OpenAiErrors):
             self._params[name] = recommended if requested is None else requested
 
     async def _keep(self, items: list[Item], response: Object) -> Object:
-        """Keep the response; return it with `store`, which says whether it was kept."""
+        """Store the response and its input items. Returns the response with the field `store`:
+        whether it was stored."""
         assert self._store is not None
         named_items = [
             item
@@ -294,12 +301,14 @@ def add_response_routes(
     limits: HttpLimits,
     store: ResponseStore | None,
 ) -> None:
-    """Mount the routes; without a store no response is kept or found."""
+    """Add the routes of /v1/responses. Without a `store`, responses are not stored and none is
+    found."""
 
     async def on_kept(
         request: Request, name: str, answer: Callable[[KeptResponse], Response]
     ) -> Response:
-        """Return what `answer` makes of a kept response, within the limits of its tenant."""
+        """Find a stored response of the client's key and return `answer(response)`; 404 if there is
+        none. Counts against the request limits of the key."""
         caller = caller_of(request)
         with service.limits.admit(caller.tenant.id):
             await service.count(caller)
@@ -313,7 +322,8 @@ def add_response_routes(
         "/v1/responses", **describe(ResponsesBody, response=ResponseObject, event=ResponseEvent)
     )
     async def create(request: Request) -> Response:
-        """Generate a response to a conversation; the server may store it."""
+        """Generate a response to a conversation, and store it if the server stores responses,
+        unless `store` is false."""
         body = await bodies.read(request, partial(parse, ResponsesBody))
         reply = ResponseReply(service, body, caller_of(request), bodies, store)
         if body.stream:
@@ -322,7 +332,7 @@ def add_response_routes(
 
     @app.post("/v1/responses/input_tokens", **describe(InputTokensBody, response=InputTokens))
     async def input_tokens(request: Request) -> Response:
-        """Count the tokens of a response's prompt."""
+        """Count the tokens of the prompt that a request to /v1/responses would have."""
         body = await bodies.read(request, partial(parse, InputTokensBody))
         counting = count_input_tokens(service, body, caller_of(request), bodies, store)
         return Reply(counting, errors)
@@ -345,7 +355,8 @@ def add_response_routes(
 
     @app.post("/v1/responses/{name}/cancel", **describe(response=ResponseObject))
     async def cancel(request: Request, name: str) -> Response:
-        """Cancel a background response. Always fails, as there are no background responses."""
+        """Cancel a background response. Always returns an error, as this server has no background
+        responses."""
 
         def too_late(response: KeptResponse) -> Response:
             raise refuse(
@@ -369,7 +380,8 @@ def _json(text: str | bytes) -> Response:
 
 
 def _page_of(request: Request) -> Callable[[KeptResponse], dict[str, Any]]:
-    """Return the maker of a page with `limit`, `order` and `after`. Raises ServiceError."""
+    """Parse the URL parameters `limit`, `order` and `after`, and return a function that makes this
+    page of a stored response's input items. Raises ServiceError for an invalid parameter."""
     after, limit, newest_first = page_query(request, PAGE, MAX_PAGE)
 
     def page(response: KeptResponse) -> dict[str, Any]:

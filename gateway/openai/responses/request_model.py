@@ -1,7 +1,7 @@
-"""The request of /v1/responses: its fields, those that are refused by name or ignored on purpose,
-and the chat that it becomes: the conversation, with its stored part, and the tools.
+"""The request body of /v1/responses: its fields, the fields that are refused by name or ignored on
+purpose, and its conversion to a chat with the earlier conversation from storage.
 
-Types are strict here; bounds are in gateway/sampling.py.
+Types are strict here; the limits of sampling parameters are in gateway/sampling.py.
 """
 
 import re
@@ -99,8 +99,9 @@ Value = Annotated[str, StringConstraints(max_length=512)]
 
 
 def _metadata(value: Any) -> Any:
-    """Accept the pairs of metadata, with JSON for a value that is not text. Refuses too many before
-    checking them: an error for each takes long."""
+    """Check the number of pairs in `metadata`, and convert values that are not text to JSON. The
+    number is checked first, since one error for each of many pairs takes long. Raises
+    ValueError."""
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_PAIRS:
@@ -113,7 +114,8 @@ def _metadata(value: Any) -> Any:
 
 
 class ResponseFormat(StrictModel):
-    """What the text of an answer has to match."""
+    """The format that the answer's text must have: any text, JSON, or JSON that matches a
+    schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -128,7 +130,7 @@ class TextConfig(StrictModel):
 
 
 class InputTokensBody(ThinkingFields):
-    """Body of /v1/responses/input_tokens, and what /v1/responses shares with it."""
+    """Body of /v1/responses/input_tokens: the fields of /v1/responses that determine the prompt."""
 
     model: ModelName = ""
     input: TextOrObjects
@@ -150,7 +152,8 @@ class InputTokensBody(ThinkingFields):
         return self.reasoning is not None and self.reasoning.summary is not None
 
     def template_variables(self, effort: str | None) -> dict[str, Any]:
-        """Return the template variables; `effort`: an item's effort, which replaces `reasoning`.
+        """Return the variables of the chat template that the request sets. `effort` is the
+        reasoning effort of the last input item that sets one; it replaces that of `reasoning`.
         Raises ServiceError for fields that contradict each other."""
         verbosity = self.text.verbosity if self.text else None
         fields = [
@@ -168,7 +171,8 @@ class InputTokensBody(ThinkingFields):
             yield self.reasoning.choice()
 
     def structure(self) -> Structure | None:
-        """Return the structure. Raises ServiceError for a missing schema."""
+        """Return the structure that the answer must have; None if it may be any text. Raises
+        ServiceError for a missing schema."""
         format_ = self.text.format if self.text else None
         if format_ is None or format_.type == "text":
             return None
@@ -217,7 +221,8 @@ class ResponsesBody(InputTokensBody):
         return LOGPROBS in (self.include or ())
 
     def sampling(self) -> RequestedSampling:
-        """Return the sampling. Raises ServiceError for fields that contradict each other."""
+        """Return the sampling parameters. Raises ServiceError for fields that contradict each
+        other."""
         if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs", f"top_logprobs needs include: ['{LOGPROBS}']")
         penalties = {n: value for n in PENALTIES if (value := getattr(self, n)) is not None}
@@ -241,8 +246,9 @@ B = TypeVar("B", bound=InputTokensBody)
 
 
 def parse(kind: type[B], body: Mapping[str, Any]) -> B:
-    """Parse a body. Fields of responses that change no prompt are ignored for a count of input
-    tokens. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    """Validate a request body as a model of type `kind`. When only input tokens are counted, the
+    fields of /v1/responses that do not change the prompt are ignored. Raises ServiceError
+    INVALID_ARGUMENT that names the first wrong field."""
     ignored = IGNORED_FIELDS | ResponsesBody.model_fields.keys()
     return parse_body(kind, body, refused=REFUSED_FIELDS, ignored=ignored, instead=FIELD_ALIASES)
 
@@ -254,13 +260,14 @@ PARSED_RATIO = 3  # memory of a kept response in use, relative to the bytes of i
 
 
 class ResponsePrompt:
-    """Converts a checked body to the request for the model."""
+    """Converts a validated body, together with the stored conversation that it continues, to a chat
+    request."""
 
     def __init__(
         self, body: InputTokensBody, caller: Caller, bodies: BodyReader, store: ResponseStore | None
     ) -> None:
-        """Without a store nothing is kept. Raises ServiceError for fields that contradict each
-        other."""
+        """Validate the input items and tools. Without a `store`, earlier responses are not found.
+        Raises ServiceError for an invalid item or tool."""
         self._body = body
         self._caller = caller
         self._bodies = bodies
@@ -269,7 +276,9 @@ class ResponsePrompt:
         self.offer = parse_tools(body.tools or ())
 
     async def items(self) -> list[Item]:
-        """Return the whole conversation. Raises ServiceError."""
+        """Return the items of the whole conversation: those of the previous responses, then the
+        request's own. Raises ServiceError if a response or item is not found, or for too many
+        items."""
         earlier = await self._earlier_items()
         items = [*earlier, *await self._resolved(earlier)]
         if len(items) > MAX_ITEMS:
@@ -278,7 +287,7 @@ class ResponsePrompt:
         return items
 
     def request(self, items: list[Item], sampling: RequestedSampling) -> ChatCompletionRequest:
-        """Return the chat for these items. Raises ServiceError."""
+        """Return the chat request for these items and sampling parameters. Raises ServiceError."""
         lists = [i["tools"] for i in items if "tools" in i and ITEMS.get(i["type"]) is SERVED_TYPE]
         if lists:
             self.offer = self.offer.with_more(lists)
@@ -294,7 +303,8 @@ class ResponsePrompt:
         return ChatCompletionRequest(body.model, template, sampling, tool_use=tools_in_use)
 
     async def _resolved(self, earlier: Sequence[Item]) -> list[Item]:
-        """Return the items of the request, with those that it refers to."""
+        """Return the input items of the request, with each reference replaced by the item it refers
+        to."""
         if all(item["type"] != REFERENCE for item in self._items):
             return self._items
         all_items = [*earlier, *self._items]
@@ -307,8 +317,9 @@ class ResponsePrompt:
         return resolved
 
     async def _learn(self, name: str, path: str, items_by_id: dict[str, Item]) -> None:
-        """Add the items of the stored response that contains the item `name` to `items_by_id`.
-        Raises ServiceError if no stored response does."""
+        """Load the stored response that contains the item with id `name`, and add its items to
+        `items_by_id`. Raises ServiceError, which names the field `path`, if no stored response
+        contains it."""
         match = _ITEM_ID.fullmatch(name)
         if match is not None and self._store is not None:
             stored = await self._store.find(self._caller.tenant.id, f"resp_{match[1]}")
@@ -325,7 +336,8 @@ class ResponsePrompt:
             raise refuse(path, f"{path}: the item {quoted(name)} {problem}")
 
     async def _earlier_items(self) -> list[Item]:
-        """Return the conversation that the request continues."""
+        """Return the items of the conversation that `previous_response_id` names; empty if it is
+        not set. Raises ServiceError if that response is not found."""
         name = self._body.previous_response_id
         if not name:
             return []
@@ -347,7 +359,8 @@ async def count_input_tokens(
     bodies: BodyReader,
     store: ResponseStore | None,
 ) -> dict[str, Any]:
-    """Return the number of tokens of a response's prompt. Raises ServiceError."""
+    """Return the answer of /v1/responses/input_tokens: the number of tokens in the prompt. Raises
+    ServiceError."""
     prompt = ResponsePrompt(body, caller, bodies, store)
     sampling = RequestedSampling(structure=body.structure())
     request = prompt.request(await prompt.items(), sampling)

@@ -1,6 +1,5 @@
-"""The tools of /v1/responses: which are offered, and which of them a response may or must call; and
-how each type of item, content part and tool is handled.
-"""
+"""The tools of /v1/responses: which tools are offered to the model, and which of them it may or
+must call. Also the tables of how each type of item, content part and tool is handled."""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -118,7 +117,8 @@ UNIONS: dict[str, EntryTypes] = {
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A `tool` as the model sees it; its `name` and `namespace` as the client knows them."""
+    """A tool that is offered to the model: `tool` is its definition with the name that the model
+    uses; `name` and `namespace` are those that the client uses."""
 
     tool: Tool
     name: str
@@ -128,16 +128,16 @@ class OfferedTool:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The tools of a request by the names that the model uses, the same tools as the response shows
-    them, and the types of tools that are left out."""
+    """The tools of a request: by the name that the model uses, as the response object shows them,
+    and the types of tools that are left out."""
 
     tools: Mapping[str, OfferedTool] = field(default_factory=dict)
     shown: Sequence[dict[str, Any]] = ()
     left_out: Sequence[str] = ()
 
     def with_more(self, lists: Sequence[Sequence[Mapping[str, Any]]]) -> "Offer":
-        """Return the offer with the tools of items added whose names are new. Raises
-        ServiceError."""
+        """Return a new Offer that also has the tools from input items; a tool whose name is already
+        offered is skipped. Raises ServiceError for an invalid tool or too many tools."""
         tools = dict(self.tools)
         left_out = list(self.left_out)
         for tool_list in lists:
@@ -150,8 +150,8 @@ class Offer:
         return Offer(tools, self.shown, left_out)
 
     def index(self) -> dict[tuple[Any, Any], list[str]]:
-        """Return the models' names of tools by namespace and name, by name only, and by namespace
-        only."""
+        """Return the names that the model uses for tools, by (namespace, name), by (None, name) and
+        by (namespace, None)."""
         names: dict[tuple[Any, Any], list[str]] = {}
         sorted_tools = sorted(self.tools.items(), key=lambda item: item[1].namespace is not None)
         for key, tool in sorted_tools:
@@ -168,14 +168,15 @@ Index = Mapping[tuple[Any, Any], Sequence[str]]
 
 
 def joined_name(namespace: str | None, name: str) -> str:
-    """Return a function's name as the model sees it."""
+    """Return the name that the model uses for a function: the namespace and the name joined by
+    `__`, or the name if there is no namespace."""
     if not namespace:
         return name
     return namespace + name if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 class FunctionTool(FunctionBody):
-    """A function as this API shows it."""
+    """A function tool in the format of /v1/responses."""
 
     custom: ClassVar = False
 
@@ -191,7 +192,7 @@ class FunctionTool(FunctionBody):
 
 
 class CustomTool(CustomBody):
-    """A custom tool as this API shows it."""
+    """A custom tool, whose input is a text, in the format of /v1/responses."""
 
     custom: ClassVar = True
 
@@ -200,7 +201,7 @@ class CustomTool(CustomBody):
 
 
 class Namespace(StrictModel):
-    """Tools under a name."""
+    """A group of tools under a common name, in the format of /v1/responses."""
 
     name: ToolName
     description: ToolDescription | None = None
@@ -213,8 +214,8 @@ class _Allowed(StrictModel):
 
 
 def parse_tools(values: Sequence[Mapping[str, Any]]) -> Offer:
-    """Return the tools that can be served. Raises ServiceError for a wrong one, or a duplicate
-    name."""
+    """Validate the field `tools` and return the Offer. Raises ServiceError for an invalid tool or a
+    duplicate name."""
     tools: dict[str, OfferedTool] = {}
     left_out: list[str] = []
     shown = _add_tools(tools, left_out, values, "tools")
@@ -230,8 +231,9 @@ def _add_tools(
     offered: Container[str] = (),
     namespace: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Add tools of a namespace that can be served and whose names are not `offered` to `tools`, and
-    the types of others to `left_out`. Returns how a response shows them."""
+    """Add each supported tool of a list to `tools`, unless its name is in `offered`, and the types
+    of unsupported ones to `left_out`. `namespace` is the group that contains the list. Returns the
+    added tools as a response shows them. Raises ServiceError."""
     shown: list[dict[str, Any]] = []
     for index, value in enumerate(values):
         path = f"{list_path}[{index}]"
@@ -260,13 +262,14 @@ def _add_tools(
 
 
 def _is_offered(tool: Mapping[str, Any], offered: Container[str], namespace: str | None) -> bool:
-    """Return whether an unchecked tool has one of these names."""
+    """Return whether the name of a tool that is not validated yet is in `offered`."""
     name = tool.get("name")
     return isinstance(name, str) and joined_name(namespace, name) in offered
 
 
 def _parsed_tool(tool: Mapping[str, Any], kind: str, path: str) -> FunctionTool | CustomTool:
-    """Return a function or a custom tool."""
+    """Validate a function or custom tool, in the format of /v1/responses or of a chat. Raises
+    ServiceError."""
     if "name" not in tool and isinstance(tool.get(kind), Mapping):  # the form of a chat
         tool = tool[kind]
     return (
@@ -282,7 +285,8 @@ def _kind(tool: Mapping[str, Any], path: str) -> str:
 
 
 def tool_use(offer: Offer, choice: Any, parallel: bool) -> ToolUse | None:
-    """Return the use of tools, None without tools. Raises ServiceError for an invalid choice."""
+    """Return which of the offered tools the model may or must call; None without tools. Raises
+    ServiceError for an invalid tool_choice."""
     mode, names = _choice(choice, offer)
     if not offer.tools and mode == "required":
         raise refuse("tool_choice", "tool_choice needs tools")
@@ -293,7 +297,8 @@ def tool_use(offer: Offer, choice: Any, parallel: bool) -> ToolUse | None:
 
 
 def _choice(choice: Any, offer: Offer) -> tuple[str, tuple[str, ...]]:
-    """Return whether tools may or must be called, and which: empty for all."""
+    """Convert `tool_choice` to a mode (none, auto or required) and the names of the allowed tools;
+    no names mean all tools. Raises ServiceError."""
     if choice is None:
         return "auto", ()
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
@@ -325,7 +330,8 @@ def _choice(choice: Any, offer: Offer) -> tuple[str, tuple[str, ...]]:
 
 
 def _chosen(choice: Mapping[str, Any], names_by_key: Index, path: str) -> Sequence[str]:
-    """Return the tools that an object of tool_choice names. Raises ServiceError."""
+    """Return the names of the tools that an object in tool_choice selects: one tool, or all of a
+    namespace. Raises ServiceError if there is none."""
     kind = choice.get("type")
     if isinstance(nested := choice.get(str(kind)), Mapping):  # as in chat requests
         choice = {**choice, **nested}

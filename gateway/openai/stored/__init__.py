@@ -1,3 +1,3 @@
-"""The routes of files, batches and usage, which need a database."""
+"""The routes of files, batches and usage in OpenAI's API, which need a database."""
 
 from pdserve.gateway.openai.stored.late import LateParts

@@ -1,8 +1,8 @@
-"""Makes the parts of a gateway that use the database while it already serves, since importing
-SQLAlchemy takes as long as all other imports.
+"""Creates the database parts of a gateway (files, batches, usage, stored responses) while it
+already serves requests, since importing SQLAlchemy takes as long as all other imports.
 
-They are made once a model is ready, or when a client first needs them. Until then requests for them
-wait, and the usage of keys is held in memory.
+They are created when a model is ready, or when a client first needs them. Until then, requests for
+them wait, and the usage of keys is held in memory.
 """
 
 import asyncio
@@ -35,9 +35,9 @@ WAITING = (*STORED, DOCUMENT)  # the document describes all routes
 
 
 class LateParts:
-    """Stands in for a gateway's StoredParts before they exist, and passes calls on afterwards: as
-    its DatabaseRoutes, ResponseStore and CountUsage. `run` is the task that makes and runs them;
-    `drain` and `close` end them."""
+    """Placeholder for a gateway's StoredParts until they exist: waits for them and passes calls on,
+    as its DatabaseRoutes, ResponseStore and CountUsage. `run` is the task that creates and runs
+    them; `drain` and `close` end them."""
 
     def __init__(
         self,
@@ -46,8 +46,9 @@ class LateParts:
         limits: AdmissionLimits,
         on_made: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_made` is called on a thread. Raises ValueError for an invalid database URL, OSError
-        for a file that cannot be written."""
+        """Check the database URL; nothing is created yet. `on_made` is called on a thread after the
+        parts are created. Raises ValueError for an invalid database URL, OSError for a file that
+        cannot be written."""
         check_url(settings.database_url)
         self._on_made = on_made
         self._make_parts = partial(_make_parts, settings, keys, limits)
@@ -59,12 +60,12 @@ class LateParts:
         self._parts: StoredParts | None = None
 
     def request(self) -> None:
-        """Start making the parts, if that has not begun."""
+        """Tell `run` to create the parts, if it has not begun to."""
         self._requested.set()
 
     async def run(self, app: ASGIApp) -> None:
-        """Make and run the parts until cancelled. Raises OSError for a file that is not a database;
-        retrying would not help."""
+        """Wait for `request`, create the parts, and run them until cancelled. Raises OSError if the
+        database file is not a database; a retry would not help."""
         await self._requested.wait()
         parts = await asyncio.to_thread(self._make_parts)
         await asyncio.to_thread(self._on_made)
@@ -80,7 +81,7 @@ class LateParts:
         await parts.run(app)
 
     async def parts(self) -> "StoredParts":
-        """Return the parts once they exist."""
+        """Request the parts, wait until they exist, and return them."""
         self.request()
         await self._ready.wait()
         assert self._parts is not None
@@ -136,7 +137,8 @@ class LateParts:
 
 
 class _WaitForParts:
-    """Middleware that lets requests for the parts through once they exist."""
+    """ASGI middleware that holds requests to database routes, and to /openapi.json, until the
+    database parts exist."""
 
     def __init__(self, app: ASGIApp, late: LateParts) -> None:
         self._app = app

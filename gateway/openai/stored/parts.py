@@ -1,5 +1,5 @@
-"""The parts that only a gateway with a database has: their routes, tasks, retention and
-shutdown."""
+"""The parts of a gateway that need a database: the routes of files, batches and usage, the tasks
+that run batches and delete old data, and their shutdown."""
 
 import asyncio
 import logging
@@ -36,8 +36,8 @@ LINE_TRANSACTIONS = 4  # of batches at once: the others are for client requests
 
 @dataclass(frozen=True, slots=True)
 class StoredRoutes:
-    """The routes of files, batches and usage, and their data. `wake` is called when a batch is
-    created or cancelled."""
+    """Adds the routes of files, batches and usage. `wake` is called when a batch is created or
+    cancelled, so that the batch runner looks for work."""
 
     files: Files
     batches: Batches
@@ -52,7 +52,8 @@ class StoredRoutes:
         bodies: BodyReader,
         count: Callable[[Caller], Awaitable[None]],
     ) -> None:
-        """`count` is called for each request, and raises ServiceError beyond a key's rate."""
+        """Add the routes to the application. `count` is called for each request to them; it raises
+        ServiceError if the key exceeds its rate limit."""
 
         async def counted(request: Request) -> None:
             await count(caller_of(request))
@@ -65,16 +66,17 @@ class StoredRoutes:
 
 
 class Retention:
-    """Removes data older than some days. Several gateways of a database may run it at once."""
+    """Deletes batches and usage that are older than a number of days. Several gateways with the
+    same database may run it at once."""
 
     def __init__(self, batches: Batches, usage: UsageLog, days: int) -> None:
-        """`days` 0: keep everything."""
+        """Set the age in days beyond which data is deleted; 0 keeps everything."""
         self._batches = batches
         self._usage = usage
         self._days = days
 
     async def run(self) -> None:
-        """Remove old data once an hour, until cancelled."""
+        """Delete old data once an hour, until cancelled. Returns at once if everything is kept."""
         while self._days:
             try:
                 await self._batches.remove_ended(self._days * DAY_S)
@@ -87,11 +89,12 @@ class Retention:
 
 
 class StoredParts:
-    """Files, batches, usage and kept responses of one gateway: `start`, then `run` as a task,
-    `drain` and `close`."""
+    """Files, batches, usage and stored responses of one gateway. Call `start`, then `run` as a
+    task, and at the end `drain` and `close`."""
 
     def __init__(self, settings: GatewaySettings, keys: ApiKeys, limits: AdmissionLimits) -> None:
-        """Raises ValueError for an invalid database URL."""
+        """Create the parts without opening the database. Raises ValueError for an invalid database
+        URL."""
         self._db = Database(settings.database_url)
         file_limits = FileLimits(
             settings.max_file_bytes, settings.max_files_bytes, settings.max_files
@@ -113,13 +116,15 @@ class StoredParts:
         self.routes = StoredRoutes(files, batches, self.usage, self._runner.wake)
 
     async def start(self) -> None:
-        """Open a database file. Raises OSError if it cannot be opened; retrying would not help."""
+        """Open the database if it is a file. Raises OSError if it cannot be opened; a retry would
+        not help."""
         if self._db.is_file:
             await self._db.start()
 
     async def run(self, app: ASGIApp) -> None:
-        """Run batches, write usage and remove old data until cancelled; `app` answers lines
-        (`post`). Waits for a database that is away."""
+        """Run batches, write usage and delete old data until cancelled. `app` is the application
+        that answers the requests in the lines of batches. If a database server is not reachable,
+        retries until it is."""
         while not self._db.is_file:
             try:
                 await self._db.start()
@@ -134,7 +139,8 @@ class StoredParts:
             group.create_task(self._retention.run(), name="retention")
 
     async def drain(self) -> None:
-        """Finish the running lines and begin no more; other gateways may continue with the rest."""
+        """Finish the lines of batches that are running and begin no more. Other gateways may
+        continue with the remaining lines."""
         await self._runner.drain()
 
     async def close(self) -> None:
@@ -143,14 +149,14 @@ class StoredParts:
             async with asyncio.timeout(FLUSH_S):
                 await self.usage.flush()
         except (ServiceError, TimeoutError):
-            log.warning("the usage of the last few seconds was not recorded")
+            log.warning("the usage of the last seconds is lost: the database did not record it")
         await self._db.close()
 
 
 async def _answer_line(
     app: ASGIApp, path: str, body: bytes, tenant: Tenant, session: str
 ) -> LineResponse:
-    """Return the response of the application to the request in a line of a batch."""
+    """Send the request in one line of a batch to the application, and return the response."""
     reply = await post(app, path, body, tenant, session)
     retry_after_s = float(reply.headers.get("retry-after", "0"))
     return LineResponse(reply.request_id, reply.status, reply.body, retry_after_s)

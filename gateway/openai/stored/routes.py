@@ -1,8 +1,8 @@
 """The routes that need a database: /v1/files, /v1/batches and /v1/usage. A key sees only its own
 data.
 
-Times of usage are seconds since the epoch. Sums are kept by the hour, so a bucket is an hour or a
-day (UTC).
+The times in usage reports are in seconds since the epoch. Usage is summed by the hour, so that a
+bucket of a report is one hour or one day (UTC).
 """
 
 import asyncio
@@ -67,16 +67,19 @@ from pdserve.services.common.fairness import FairShare
 def list_reply(
     rows: Sequence[Stored] | None, page: Page, as_object: Callable[[Stored], dict[str, Any]]
 ) -> Response:
-    """Return a page of `rows` (see `rows_of`). Raises ServiceError without a row to begin after."""
+    """Return one page of a list as a response. `rows` has one row more than the page if further
+    pages follow; None means that the object `page.after` does not exist, for which ServiceError is
+    raised."""
     if rows is None:
-        raise refuse("after", f"after: {quoted(page.after)} does not exist")
+        raise refuse("after", f"after: the object {quoted(page.after)} does not exist")
     data = [as_object(row) for row in rows[: page.limit]]
     page_json = to_json(list_page(data, has_more=len(rows) > page.limit))
     return Response(page_json, media_type="application/json")
 
 
 def not_found(api: HttpApi, kind: str, object_id: str) -> Response:
-    """Return the error for an id that does not exist, or is another key's."""
+    """Return the error response 404 for an object that does not exist or belongs to another key;
+    `kind` is its type, such as file."""
     error = HttpError(404, f"no such {kind}: {quoted(object_id)}", "not_found", param="id")
     return error_response(api, error)
 
@@ -88,7 +91,7 @@ MAX_LISTED_FILES = 1000
 
 
 class _Bytes(Response):
-    """A response of bytes; its class tells the API description the media type."""
+    """Response class of file downloads, which gives the media type for the OpenAPI document."""
 
     media_type = "application/octet-stream"  # no browser runs it, whatever its content
 
@@ -98,7 +101,7 @@ def add_file_routes(app: APIRouter, api: HttpApi, files: Files, limits: HttpLimi
 
     @app.post("/v1/files", **describe(form=FileUpload, response=FileObject))
     async def upload(request: Request) -> Response:
-        """Upload a file with the requests of a batch."""
+        """Upload a file with requests for a batch."""
         form = FileForm(request, files.limits.max_file_bytes, limits.body_timeout_s)
         owner = caller_of(request).tenant.id
         with uploads.holding(owner, 1, "uploads"):
@@ -115,7 +118,7 @@ def add_file_routes(app: APIRouter, api: HttpApi, files: Files, limits: HttpLimi
 
     @app.get("/v1/files/{file_id}", **describe(response=FileObject))
     async def get_file(request: Request, file_id: str) -> Response:
-        """Get the properties of a file."""
+        """Get the properties of a file, such as its name and size."""
         file = await files.find(_tenant(request), file_id)
         if file is None:
             return not_found(api, "file", file_id)
@@ -145,7 +148,8 @@ def _tenant(request: Request) -> str:
 
 
 async def _store(files: Files, tenant: str, form: FileForm) -> StoredFile:
-    """Store a form's file. Raises ServiceError and HTTPException; an error leaves nothing."""
+    """Receive the file of a form and store it. Raises ServiceError or HTTPException; then nothing
+    remains stored."""
     file_id = await files.begin(tenant)
     try:
         number = 0
@@ -165,7 +169,8 @@ async def _store(files: Files, tenant: str, form: FileForm) -> StoredFile:
 
 
 def _check_form(fields: dict[str, str]) -> None:
-    """Check the fields received so far; they may precede the file. Raises ServiceError."""
+    """Check the form fields that have been received so far: the purpose must be `batch`, and there
+    must be no other field. Raises ServiceError."""
     for name, value in fields.items():
         if name != "purpose":
             raise refuse(name, f"{quoted(name)} is not supported by this server")
@@ -219,11 +224,13 @@ class BatchBody(Body):
 def add_batch_routes(
     app: APIRouter, api: HttpApi, batches: Batches, bodies: BodyReader, wake: Callable[[], None]
 ) -> None:
-    """Add the routes; `wake` is called when there is work for the runner."""
+    """Add the routes of /v1/batches. `wake` is called after a batch is created or cancelled, so
+    that the batch runner looks for work."""
 
     @app.post("/v1/batches", **describe(BatchBody, response=BatchObject))
     async def create(request: Request) -> Response:
-        """Create a batch from a file of requests. It runs while the server has free capacity."""
+        """Create a batch from an uploaded file of requests. The server runs it while it has free
+        capacity."""
         body = await bodies.read(request, partial(parse, BatchBody))
         mounted = {route.path for route in request.app.routes if isinstance(route, Route)}
         offered = [endpoint for endpoint in ENDPOINTS if endpoint in mounted]
@@ -248,7 +255,7 @@ def add_batch_routes(
 
     @app.get("/v1/batches/{batch_id}", **describe(response=BatchObject))
     async def get_batch(request: Request, batch_id: str) -> Response:
-        """Get a batch and its progress."""
+        """Get a batch: its status and the numbers of its completed and failed requests."""
         batch = await batches.find(_tenant(request), batch_id)
         if batch is None:
             return not_found(api, "batch", batch_id)
@@ -256,7 +263,7 @@ def add_batch_routes(
 
     @app.post("/v1/batches/{batch_id}/cancel", **describe(response=BatchObject))
     async def cancel(request: Request, batch_id: str) -> Response:
-        """Cancel a batch: no further request of it is started."""
+        """Cancel a batch: no further request of the batch is started."""
         batch = await batches.cancel(_tenant(request), batch_id)
         if batch is None:
             return not_found(api, "batch", batch_id)
@@ -309,14 +316,15 @@ MAX_TIME = 1 << 40
 def add_usage_routes(app: APIRouter, errors: ErrorFormat, usage: UsageLog) -> None:
     @app.get("/v1/usage", **describe(response=UsagePage, query=UsageReportQuery))
     async def report(request: Request) -> Response:
-        """Report the usage of this key by hour or day."""
+        """Report the requests and tokens of this key by hour or day."""
         query, limit_s = _query(request.query_params, int(time.time()))
         return Reply(usage_page(usage, caller_of(request).tenant.id.hex(), query, limit_s), errors)
 
 
 async def usage_page(usage: UsageLog, tenant: str, query: UsageQuery, limit_s: int) -> JsonPieces:
-    """Return the JSON text of a page, made piece by piece, since all of its results at once would
-    block the loop. Raises ServiceError."""
+    """Return the JSON text of one page of a usage report. `limit_s` is the time at which the last
+    page ends. Results are converted in small pieces, since all at once would block the event loop.
+    Raises ServiceError."""
     rows = await usage.report(tenant, query, MAX_RESULTS + 1)
     if len(rows) > MAX_RESULTS:
         text = f"a page would have more than {MAX_RESULTS} results; lower the limit"
@@ -349,8 +357,8 @@ async def usage_page(usage: UsageLog, tenant: str, query: UsageQuery, limit_s: i
 
 
 def _query(params: QueryParams, now: int) -> tuple[UsageQuery, int]:
-    """Return the query of one page of a report, and the time at which the last page ends. Raises
-    ServiceError for a wrong parameter."""
+    """Parse the URL parameters of a usage report. Returns the query of the requested page, and the
+    time at which the last page ends. Raises ServiceError for an invalid parameter."""
     params = QueryParams([(n.removesuffix("[]"), v) for n, v in params.multi_items()])
     for name in params:
         if name not in KNOWN:
@@ -373,7 +381,7 @@ def _query(params: QueryParams, now: int) -> tuple[UsageQuery, int]:
             raise refuse("group_by", f"group_by must be one of {', '.join(GROUPS)}")
     filters = [tuple(params.getlist(name)) for name in ("models", "session_ids")]
     if max(map(len, filters)) > MAX_NAMED:
-        raise refuse("models", f"at most {MAX_NAMED} models and session_ids")
+        raise refuse("models", f"models and session_ids may have at most {MAX_NAMED} values each")
     for name in ("models", "session_ids"):
         for value in params.getlist(name):
             check_text(value, name)
@@ -389,7 +397,8 @@ def _query(params: QueryParams, now: int) -> tuple[UsageQuery, int]:
 
 
 def _result(row: Any, group_by: tuple[str, ...]) -> dict[str, Any]:
-    """Return one sum; dimensions not grouped by are null."""
+    """Convert a row of sums to a result of a usage report. Dimensions (model, key, session) that
+    are not in `group_by` are null."""
     groups = {n: getattr(row, c) if c in group_by else None for n, c in GROUPS.items()}
     return {
         "object": "usage.result",

@@ -52,7 +52,7 @@ async def test_a_body_counts_until_it_is_answered(make_http):
     [
         ({"stop_token_ids": ["a"] * 200}, "stop_token_ids: at most 128 entries, not 200"),
         ({"logit_bias": {str(i): "a" for i in range(1100)}}, "logit_bias: at most 1024 entries"),
-        ({str(i): 0 for i in range(1100)}, "the body has 1102 fields, at most 1024"),
+        ({str(i): 0 for i in range(1100)}, "the body has 1102 fields; the limit is 1024"),
     ],
     ids=["ids", "biases", "fields"],
 )

@@ -178,8 +178,8 @@ async def test_one_structure_at_a_time(make_http, subtests):
         with subtests.test(fields=fields, url=url):
             reply = await client.post(url, json={**BODIES[url], **fields})
             error = check(reply, 400, param)
-            assert error["message"].startswith("give either ")
-            assert error["message"].endswith(f" or {param}")
+            assert error["message"].startswith("set either ")
+            assert error["message"].endswith(f" or {param}, not both")
 
 
 @pytest.mark.parametrize("url", BODIES)

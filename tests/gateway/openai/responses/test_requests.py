@@ -88,7 +88,9 @@ async def test_a_dropped_tool_is_logged_once_per_request(make_http, caplog, subt
             reply = await client.post(url, json=body)
             assert reply.status_code == 200, reply.text
             (text,) = caplog.messages
-            assert text.startswith("a request has unsupported entries, left out and logged: ")
+            assert text.startswith(
+                "a request has unsupported fields or entries, which are left out and logged: "
+            )
             assert "web_search" in caplog.text
 
 
