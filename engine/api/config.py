@@ -1,4 +1,5 @@
-"""Options of an engine, and `option`, which defines an option of an engine or of a process.
+"""The engine's options (`EngineConfig`), and `option`, which declares a dataclass field as a
+command-line option of the engine or of any other process.
 
 Pure; it imports no other module of pdserve, so that engine and services can both use it.
 """
@@ -18,10 +19,11 @@ def option(
     secret: bool = False,
     flag: str | None = None,
 ) -> Any:
-    """A dataclass field that is also a command-line option.
+    """Return a dataclass field that is also a command-line option.
 
-    `secret` values are masked wherever settings are shown; `flag` overrides the flag's name. The
-    field's metadata omits absent properties.
+    `secret`: mask the value wherever settings are shown. `flag`: use this name for the command-line
+    flag instead of the one derived from the field's name. Arguments left at their defaults do not
+    appear in the field's metadata.
     """
     metadata: dict[str, Any] = {"help": help}
     properties = {
