@@ -58,7 +58,7 @@ from pdserve.engine.scheduling.request_state import RequestState, Sequence
 
 
 class ReservationState(Enum):
-    """The state of a reservation: open -> committed | released | aborted."""
+    """State of a reservation of KV blocks: open, then one of committed, released or aborted."""
 
     OPEN = "open"
     COMMITTED = "committed"
@@ -67,10 +67,11 @@ class ReservationState(Enum):
 
 
 class Reservation:
-    """Blocks for the KV of a request's prefix without its last token.
+    """KV blocks that a prefill worker fills for a request: those of the request's prefix without
+    its last token.
 
-    Block i of a group holds tokens [i * block_size, (i + 1) * block_size). Only blocks from
-    `first_block[group]` on are to be filled, and only while the reservation is open.
+    Block i of a group holds tokens [i * block_size, (i + 1) * block_size). The worker sends only
+    the blocks from `first_block[group]` on, and only while the reservation is open.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Reservation:
 
     @property
     def open(self) -> bool:
-        """Whether its blocks may still be written."""
+        """Whether the reservation is open, so that its blocks may still be written."""
         return self.state is ReservationState.OPEN
 
     def check_open(self) -> None:
@@ -102,10 +103,11 @@ class Reservation:
 
 
 class JobTable:
-    """Requests, their slots in the batch and their blocks; only its methods change them.
+    """All requests of an engine, their slots (rows of the batch) and their KV blocks; only the
+    methods of this class change them.
 
-    A method that returns None for lack of blocks has changed nothing. The BlockCopys that methods
-    return must run, in order, before anything is written to a block.
+    A method that returns None because blocks are short has changed nothing. The BlockCopys that
+    methods return must run, in order, before anything is written to a block.
     """
 
     def __init__(self, tables: BlockTables, num_slots: int) -> None:
@@ -123,11 +125,12 @@ class JobTable:
 
     @property
     def num_free_slots(self) -> int:
-        """Rows of the batch that no job holds."""
+        """Number of slots (rows of the batch) that no request occupies."""
         return len(self._free_slots)
 
     def num_blocks(self, jobs: Iterable[RequestState]) -> int:
-        """Return how many main-group blocks these jobs use; shared ones count each time."""
+        """Return how many blocks of the main layer group these requests use; a block that several
+        sequences share counts once for each."""
         return sum(
             block != NULL_BLOCK
             for job in jobs
@@ -138,12 +141,13 @@ class JobTable:
     # --- the queue and the batch
 
     def add(self, job: RequestState) -> None:
-        """Queue a new job, without blocks."""
+        """Add a new request to the queue, without KV blocks."""
         self.by_key[job.key] = job
         self.waiting[job.key] = job
 
     def admit(self, job: RequestState) -> list[BlockCopy] | None:
-        """Move a waiting job into the batch, which has slots; return None if blocks are short."""
+        """Move a waiting request into the batch, which must have slots for it, and allocate its
+        blocks. Return the block copies to make; None if there are too few blocks."""
         copies: list[BlockCopy] = []
         if not job.sequences:
             opened = self._open_prefix(job, self._spare(job), reserved=False)
@@ -159,7 +163,8 @@ class JobTable:
         return copies
 
     def preempt(self, job: RequestState) -> None:
-        """Return a job to the queue without blocks; it keeps its generated tokens."""
+        """Take a request's blocks and slots and return it to the queue. It keeps its generated
+        tokens, whose KV is computed again later."""
         self._close_sequences(job)
         if job in self.running:
             self.running.remove(job)
@@ -167,8 +172,12 @@ class JobTable:
         self.preemptions += 1
 
     def victim(self, excluded: set[int]) -> RequestState | None:
-        """Return the job to preempt: the last by rank of the youngest job's tenant, so that
-        priorities do not let a tenant keep more blocks. `excluded`: orders of jobs in the step."""
+        """Return the request to preempt when blocks run out; None if there is none.
+
+        It belongs to the tenant of the youngest request with blocks, and is the last of that tenant
+        by priority and arrival; so priorities do not let a tenant keep more blocks. `excluded`:
+        arrival numbers (`order`) of requests in the current step, which are not preempted.
+        """
         with_blocks = [j for j in self.waiting.values() if j.sequences]
         candidates = [
             job
@@ -184,16 +193,19 @@ class JobTable:
     # --- sequences of running jobs
 
     def extend(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
-        """Add blocks up to `num_tokens` tokens and make the next one's writable; None: too few."""
+        """Add blocks to a sequence for its first `num_tokens` tokens, and make the block of the
+        next token to compute writable. Return the block copies to make; None if there are too few
+        blocks."""
         return self.tables.extend(sequence, num_tokens)
 
     def advance(self, sequence: Sequence, num_computed: int) -> None:
-        """Record KV of the first `num_computed` tokens: full blocks enter the prefix cache, and
-        blocks that the window has passed are released."""
+        """Record that the KV of the sequence's first `num_computed` tokens is computed: add full
+        blocks to the prefix cache, and release blocks that the window has passed."""
         self.tables.advance(sequence, num_computed)
 
     def fork(self, prefix: Sequence, choice: int) -> None:
-        """Continue a choice from a computed prefix; it shares all blocks and takes one slot."""
+        """Make a separate sequence for a choice, which continues from the computed prefix: it
+        shares all blocks of the prefix and takes one of the request's slots."""
         job = prefix.job
         branch = self.tables.fork(prefix, job.branch_ids(choice), (choice,))
         branch.is_prefix = False
@@ -201,12 +213,12 @@ class JobTable:
         job.sequences.append(branch)
 
     def forget(self, job: RequestState) -> None:
-        """Remove the job's blocks from the prefix cache."""
+        """Remove the request's blocks from the prefix cache."""
         for sequence in job.sequences:
             self.tables.forget(sequence)
 
     def end_sequence(self, sequence: Sequence) -> None:
-        """End the sequence of a finished choice and free its blocks and slot."""
+        """End the sequence of a finished choice; free its blocks and its slot."""
         sequence.job.sequences.remove(sequence)
         self.tables.close(sequence)
         if sequence.slot >= 0:
@@ -214,40 +226,45 @@ class JobTable:
             sequence.slot = -1
 
     def return_slot(self, job: RequestState) -> None:
-        """Free a slot of a job for a choice that ended before the prefix was computed."""
+        """Free the slot that a request holds for a choice that has ended before the shared prefix
+        was computed."""
         if job.slots:
             self._free_slots.append(job.slots.pop())
 
     # --- park, hold and the end
 
     def park(self, job: RequestState) -> None:
-        """Take a waiting or running job out of the steps: it keeps its blocks, not its slots."""
+        """Exclude a waiting or running request from steps: it keeps its blocks but gives up its
+        slots."""
         self._leave_steps(job)
         self.parked[job.key] = job
 
     def unpark(self, job: RequestState) -> None:
-        """Return a parked job to the queue, with its blocks."""
+        """Return a parked request to the queue, with its blocks."""
         self.waiting[job.key] = self.parked.pop(job.key)
 
     def evict(self) -> RequestState | None:
-        """End the longest parked job that has blocks; return None if there is none."""
+        """End the request that has been parked longest and still has blocks, and return it; return
+        None if no parked request has blocks."""
         job = next((j for j in self.parked.values() if j.sequences), None)
         if job is not None:
             self.end(job)
         return job
 
     def hold(self, job: RequestState) -> None:
-        """Take a job out of the steps and pin its blocks: others read them."""
+        """Exclude a request from steps and keep its blocks, so that another worker can read
+        them."""
         self._leave_steps(job)
         self.parked.pop(job.key, None)
         self.held[job.key] = job
 
     def unhold(self, job: RequestState) -> None:
-        """Return a held job to the queue, with its blocks."""
+        """Return a held request to the queue, with its blocks."""
         self.waiting[job.key] = self.held.pop(job.key)
 
     def end(self, job: RequestState) -> None:
-        """Remove a job in any state and free its blocks; an open reservation is aborted."""
+        """Remove a request in any state and free its blocks; abort its reservation if that is
+        open."""
         reservation = self.reserved.pop(job.key, None)
         self._close_sequences(job, reserved=reservation is not None)
         if reservation is not None and reservation.open:
@@ -261,7 +278,9 @@ class JobTable:
     # --- reservations: blocks for KV that a prefill worker sends
 
     def reserve(self, job: RequestState) -> tuple[Reservation, list[BlockCopy]] | None:
-        """Reserve blocks for a new job's whole prefix; return None if they are short."""
+        """Reserve blocks for the whole prefix of a new request, whose KV a prefill worker will
+        send. Return the reservation and the block copies to make; None if there are too few
+        blocks."""
         copies = self._open_prefix(job, spare=(), reserved=True)
         if copies is None:
             return None
@@ -272,13 +291,14 @@ class JobTable:
         return reservation, copies
 
     def verified(self, reservation: Reservation, num_tokens: int) -> int:
-        """Add full blocks of the first `num_tokens` received tokens to the prefix cache, and return
-        the number of prefix tokens cached so far.
+        """Add the full blocks of a reservation's first `num_tokens` tokens, which have been
+        received and verified, to the prefix cache. Return the number of prefix tokens cached so
+        far.
 
         The blocks stay reserved; if the reservation ends without a commit, they stay in the cache
-        until they are evicted. With window groups, nothing is cached while the next token would
-        lack a block that was not requested. Raises ValueError if the reservation is not open or has
-        fewer tokens.
+        until they are evicted. With window groups, caches nothing as long as the token after the
+        first `num_tokens` attends to a block that is neither cached nor sent by the prefill worker.
+        Raises ValueError if the reservation is not open or has fewer than `num_tokens` tokens.
         """
         reservation.check_open()
         if num_tokens > reservation.num_tokens:
@@ -297,7 +317,8 @@ class JobTable:
         return sequence.num_published * size
 
     def commit(self, reservation: Reservation) -> None:
-        """Queue the job of a fully written reservation. Raises ValueError if it is not open."""
+        """Queue the request of a reservation whose blocks are all filled; the blocks become the
+        request's. Raises ValueError if the reservation is not open."""
         reservation.check_open()
         job = reservation.job
         self.tables.commit(job.sequences[0], reservation.num_tokens)
@@ -306,8 +327,8 @@ class JobTable:
         self.waiting[job.key] = job
 
     def release(self, reservation: Reservation) -> None:
-        """Free the blocks of an open reservation; an aborted one has none. Raises ValueError if it
-        was committed or released before."""
+        """Free the blocks of an open reservation and end its request. Does nothing if the
+        reservation was aborted; raises ValueError if it was committed or released before."""
         if reservation.state is ReservationState.ABORTED:
             return
         reservation.check_open()
@@ -319,7 +340,8 @@ class JobTable:
     def _open_prefix(
         self, job: RequestState, spare: Seq[int], reserved: bool
     ) -> list[BlockCopy] | None:
-        """Make the job's prefix a sequence with its first blocks; return None if they are short."""
+        """Make a sequence of the request's prefix and allocate its first blocks, some from the
+        prefix cache. Return the block copies to make; None if there are too few blocks."""
         prefix = job.prefix()
         tables = self.tables
         if job.hashes is None:
@@ -343,7 +365,9 @@ class JobTable:
         return copies
 
     def _spare(self, job: RequestState) -> Seq[int]:
-        """Return the blocks to leave in each group for the growth of jobs and of other choices."""
+        """Return how many blocks of each layer group must stay available when this request is
+        admitted: one for each running sequence, which may need another block, and those for the
+        request's other choices."""
         tables = self.tables
         num_growing = sum(len(j.sequences) for j in self.running if j.request.generates)
         extra_blocks: list[int] = []
@@ -378,11 +402,12 @@ class JobTable:
 
 
 def discrepancy(jobs: JobTable, recount: bool = False) -> str:
-    """Describe the first inconsistency between pools and jobs; empty if there is none.
+    """Describe the first inconsistency between the block pools and the requests; empty if there is
+    none.
 
-    In each group free + used + cached + reserved must equal all blocks. With `recount`, the
-    references that the pool has counted must also be those of the sequences, which takes time in
-    proportion to the blocks in use.
+    In each layer group free + used + cached + reserved must equal the number of blocks. With
+    `recount`, also compares the reference counts of the pool with the blocks that sequences really
+    refer to, which takes time in proportion to the blocks in use.
     """
     for group, pool in enumerate(jobs.tables.pools):
         counts = pool.counts()
@@ -401,7 +426,8 @@ def discrepancy(jobs: JobTable, recount: bool = False) -> str:
 
 
 def _references(jobs: JobTable, group: int) -> tuple[Counter[int], Counter[int]]:
-    """Return, by block, the references of sequences and those of reservations."""
+    """Count how often each block of a layer group is referred to: by ordinary sequences, and by
+    those of reservations."""
     used, reserved = Counter[int](), Counter[int]()
     for job in jobs.by_key.values():
         references = reserved if job.key in jobs.reserved else used
