@@ -82,8 +82,8 @@ def is_plain(row: Row) -> bool:
 
 
 class Sampler:
-    """Samples the tokens of a step's rows. Its only state is the random stream of each choice, kept
-    in RequestState.streams."""
+    """Samples the tokens of a step's rows. Its only state is the sampling state ("stream") of each
+    choice, kept in RequestState.streams."""
 
     def __init__(self, limits: EngineLimits, ops: SamplingOps) -> None:
         self._limits = limits
@@ -229,7 +229,7 @@ class Sampler:
         return tuple(scores)
 
     def _stream(self, job: RequestState, choice: int, vocab: int) -> Any:
-        """Make and keep the random stream of a choice that has none yet; `vocab`: number of logits
+        """Make and keep the sampling state of a choice that has none yet; `vocab`: number of logits
         per token."""
         params = job.request.params
         stops = sorted(self._limits.stop_ids(params)) if params.min_tokens else ()

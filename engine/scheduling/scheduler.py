@@ -121,9 +121,9 @@ class Scheduler:
         `share` of their tenant. If a tenant got no chunk for that reason, the first chunk of every
         tenant runs in the next step.
 
-        A job that does not get slots for the batch holds up the waiting jobs behind it. If it lacks
-        only KV blocks, jobs that already have blocks still run, because they will free the blocks
-        that it needs.
+        A waiting job that lacks slots of the batch holds up the waiting jobs behind it. If it lacks
+        KV blocks instead, waiting jobs that already have blocks may pass it, because they will free
+        the blocks that it needs.
         """
         fairness = self._fairness
         is_catching_up = fairness.begin_chunks()
