@@ -19,7 +19,7 @@ EXPANDED = {"float32": "F32", "bf16": "BF16"}
 
 
 class NativeBackend(Backend):
-    """Backend of the native CPU kernels; see docs/cpu.md."""
+    """Backend with the native C++ kernels for CPUs; docs/cpu.md describes it."""
 
     name = "native"
     kv_dtypes = (*Backend.kv_dtypes, "int8")
