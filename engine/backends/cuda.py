@@ -85,11 +85,11 @@ class CudaBackend(Backend):
 
 
 def steps_bytes(model: ModelConfig, rows: int) -> int:
-    """Estimate how many bytes of device memory the model's decode steps of `rows` rows need.
+    """Estimate how many bytes of device memory the model's steps of `rows` rows need.
 
     Counts the partial results of attention and the widest activations with their inputs, for the
-    largest recorded step, whose memory smaller recorded steps share; and the partial results a
-    second time, for a step that is not recorded.
+    largest step recorded as a CUDA graph, whose memory smaller recorded steps share; and the
+    partial results a second time, for a step that is not recorded.
     """
     splits = -(-model.context_len // (LATENT_SPLIT if model.latent else SPLIT))
     partials = 4 * model.num_heads * splits * (model.head_dim + 2)

@@ -88,7 +88,7 @@ def num_blocks(tables: Iterable[Iterable[int]]) -> int:
 
 class BlockPool:
     """Pool of the KV blocks 1 to num_blocks of a layer group, with a prefix cache. When it runs out
-    of free blocks, the cached block that was released first is evicted."""
+    of free blocks, it evicts the least recently released cached block."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
