@@ -80,7 +80,8 @@ def build_engine(
         grammars=GrammarBackend(card.tokenizer_json, card.vocab_size, card.eos_ids),
     )
     log.info(
-        "KV pool: %d tokens (%d blocks of %d, %.0f MB); context %d; chunk %d",
+        "KV pool: %d tokens (%d blocks of %d, %.0f MB); context length: %d tokens; "
+        "prefill chunk: %d tokens",
         num_blocks * spec.block_size,
         num_blocks,
         spec.block_size,
@@ -110,7 +111,9 @@ def _num_blocks(
     max_blocks = config.max_running * blocks_for(context_len, spec.block_size)
     fit = bisect_right(range(1, max_blocks + 1), backend.pool_bytes(), key=num_bytes)
     if fit < 1:
-        raise ValueError("not enough free memory for a KV pool; set its size with --kv-tokens")
+        raise ValueError(
+            "the free memory is too small for a KV pool; set the pool's size with --kv-tokens"
+        )
     return fit
 
 

@@ -122,7 +122,9 @@ class Engine:
         requests are waiting already."""
         job = self._new_job(request)
         if len(self.jobs.waiting) >= self.limits.max_waiting:
-            raise QueueFull(f"the queue is full: {len(self.jobs.waiting)} requests are waiting")
+            raise QueueFull(
+                f"the engine's queue is full: {len(self.jobs.waiting)} requests are waiting"
+            )
         self._constrain(job)
         self.jobs.add(job)
         self._events += self._progress.end_complete(job)
@@ -243,7 +245,7 @@ class Engine:
                     plan.rows, hidden, self.model.logits, num_unread
                 )
         except Exception as error:
-            log.exception("the forward pass failed")
+            log.exception("the forward pass of a step failed; the step's requests fail")
             self._synchronize()
             pending.hidden, pending.error = None, f"{type(error).__name__}: {error}"
         return pending
@@ -260,7 +262,7 @@ class Engine:
             try:
                 outcomes = self._outcomes(pending)
             except Exception as raised:
-                log.exception("sampling failed")
+                log.exception("sampling a step's tokens failed; the step's requests fail")
                 self._synchronize()
                 error = f"{type(raised).__name__}: {raised}"
         events = self._fail_step(plan, error) if error else self._progress.apply(plan, outcomes)
@@ -315,7 +317,9 @@ class Engine:
         """
         if request.prefill_only or request.needs_whole_prompt:
             raise InvalidRequest(
-                "the worker that generates the output must also compute this prompt", "prompt"
+                "the worker that generates the output must also compute this prompt; it cannot "
+                "receive the prompt's KV from a prefill worker",
+                "prompt",
             )
         job = self._new_job(request, self._refused.get(request.key), sender)
         if not job.unfinished:
@@ -497,7 +501,7 @@ class Engine:
             except GrammarError as error:
                 self._events += self._progress.fail(job, str(error), error.param)
             except Exception as error:
-                log.exception("checking the constraints of a request failed")
+                log.exception("checking the constraints of a request failed; the request fails")
                 message = f"{type(error).__name__}: {error}"
                 self._events += self._progress.fail(job, message)
             if self.jobs.by_key.get(job.key) is job:

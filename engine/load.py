@@ -79,7 +79,7 @@ def isq_formats(type: str, model: ModelConfig, checkpoint: ViewedCheckpoint) -> 
     for format, count in quantized.items():
         log.warning("%d matrices are stored as %s and are not quantized again", count, format)
     for reason, count in unfit.items():
-        log.info("%d matrices: %s", count, reason)
+        log.info("%d matrices get another format than planned: %s", count, reason)
     return formats
 
 

@@ -188,7 +188,7 @@ class EngineThread:
             try:
                 more |= poll()
             except Exception:
-                log.exception("a poll of the engine thread failed")
+                log.exception("a polled function raised an error; the engine thread continues")
         return more
 
     def _step(self) -> bool:
@@ -251,7 +251,7 @@ class EngineThread:
         try:
             self._on_step(step)
         except Exception:
-            log.exception("on_step raised an error for step %d", step.index)
+            log.exception("the on_step callback raised an error for step %d", step.index)
 
     def _cancel_posted(self) -> None:
         while self._posted:

@@ -13,7 +13,7 @@ def make_tokenizer(tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int
     the vocabulary; during that time no other thread of the process runs Python.
     """
     if not eos_ids:
-        raise ValueError("the model has no token that ends a text")
+        raise ValueError("the model has no end-of-text token, which grammars need")
     text, eos = tokenizer_json.decode(), list(eos_ids)
     try:
         return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)

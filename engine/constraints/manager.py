@@ -42,10 +42,11 @@ def check_constraints(params: SamplingParams, vocab_size: int, eos_ids: Collecti
     for name, ids in _sequences(params):
         if len(ids) > MAX_SEQUENCE_IDS:
             raise InvalidRequest(
-                f"{name} has a sequence of more than {MAX_SEQUENCE_IDS} token ids", name
+                f"{name} has a sequence of {len(ids)} token ids; the maximum is {MAX_SEQUENCE_IDS}",
+                name,
             )
     if not all(params.bad_words):
-        raise InvalidRequest("bad_words has an empty sequence", "bad_words")
+        raise InvalidRequest("bad_words must not contain an empty sequence", "bad_words")
     if params.logprob_token_ids and params.logprobs is None:
         raise InvalidRequest("logprob_token_ids requires logprobs", "logprob_token_ids")
     _check_thinking(params, eos_ids)
@@ -57,9 +58,13 @@ def _check_thinking(params: SamplingParams, eos_ids: Collection[int]) -> None:
     if budget is None:
         return
     if budget.max_tokens < 0:
-        raise InvalidRequest("thinking must allow at least 0 tokens", "thinking")
+        raise InvalidRequest(
+            f"the thinking budget must be at least 0 tokens, not {budget.max_tokens}", "thinking"
+        )
     if not budget.end_ids:
-        raise InvalidRequest("thinking requires the token ids that end it", "thinking")
+        raise InvalidRequest(
+            "a thinking budget requires end_ids, the token ids that end thinking", "thinking"
+        )
     allowed = {*params.allowed_token_ids, *params.stop_token_ids, *eos_ids}
     if params.allowed_token_ids and not allowed.issuperset(budget.end_ids):
         raise InvalidRequest(
@@ -174,9 +179,11 @@ class ConstraintManager:
         if grammar is None or not request.generates:
             return
         if self._grammars is None:
-            raise InvalidRequest("this engine has no tokenizer for grammars", "grammar")
+            raise InvalidRequest(
+                "grammars are not supported: the engine has no tokenizer that suits them", "grammar"
+            )
         if not self._grammars.has_room(grammar.source, request.tenant):
-            raise QueueFull("too many grammars are waiting to be compiled")
+            raise QueueFull("too many grammars are waiting to be compiled; retry later")
 
     def of_request(
         self, request: Request, generated: Sequence[list[int]], now_s: float
@@ -300,7 +307,10 @@ class RequestConstraints:
             self._make_choices(self._compilation.result())
             self._manager.start_masks()
         if not self._choices and now_s > self._deadline_s:
-            raise GrammarError("the grammar takes too long to compile", is_internal=True)
+            raise GrammarError(
+                f"the grammar takes too long to compile: more than {COMPILE_S:g} s",
+                is_internal=True,
+            )
         ready = (c.grammar is None or not c.grammar.is_behind for c in self._choices)
         self.is_ready = bool(self._choices) and all(ready)
         return self.is_ready

@@ -142,7 +142,7 @@ class BlockPool:
             if block in self._idle:
                 del self._idle[block]
             elif not self._used[block] and not self._reserved[block]:
-                raise ValueError(f"block {block} is free")
+                raise ValueError(f"cannot share block {block}: it is free")
             self._refer(block, reserved)
 
     def release(self, blocks: Iterable[int], reserved: bool = False) -> None:
@@ -167,7 +167,7 @@ class BlockPool:
         block has no reference of a reservation."""
         for block in blocks:
             if not self._reserved[block]:
-                raise ValueError(f"block {block} is not reserved")
+                raise ValueError(f"cannot commit block {block}: it is not reserved")
             old_state = self._state(block)
             self._reserved[block] -= 1
             self._used[block] += 1

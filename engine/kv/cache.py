@@ -90,7 +90,7 @@ class KvCache:
         no block is given."""
         self._check(group, layers, blocks, self.num_bytes(group, layers, blocks))
         if not layers or not blocks:
-            raise ValueError("layers and blocks must not be empty")
+            raise ValueError("pages need at least one layer and one block")
         base, layer_bytes = self._address(group)
         return Pages(base, layer_bytes, self._block_bytes[group], layers, tuple(blocks), ready)
 
@@ -139,11 +139,14 @@ class KvCache:
             raise ValueError(f"layers {layers} are not all within the group's {num_layers} layers")
         runs = _runs(tuple(blocks))
         if not all(run.start > 0 and run.stop <= self.num_blocks[group] + 1 for _, run in runs):
-            raise ValueError("a block is outside the pool")
+            raise ValueError(
+                f"a block is outside the pool of layer group {group}, which has blocks 1 to "
+                f"{self.num_blocks[group]}"
+            )
         if nbytes != self.num_bytes(group, layers, blocks):
             raise ValueError(
-                f"{nbytes} bytes do not match {len(layers)} layers of {len(blocks)} blocks, which "
-                f"take {self.num_bytes(group, layers, blocks)} bytes"
+                f"the payload's {nbytes} bytes do not match {len(layers)} layers of {len(blocks)} "
+                f"blocks, which take {self.num_bytes(group, layers, blocks)} bytes"
             )
 
 

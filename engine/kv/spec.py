@@ -174,7 +174,7 @@ def decode_spec(data: bytes) -> KvSpec:
                 _GROUP.unpack_from(data, offset)
             )
             if by_dim > 1:
-                raise ValueError(f"the KV layout has an invalid flag: {by_dim}")
+                raise ValueError(f"the KV layout's flag keys_by_dim is {by_dim}, not 0 or 1")
             offset += _GROUP.size
             layers = struct.unpack_from(f"<{num_layers}H", data, offset)
             offset += 2 * num_layers
@@ -194,7 +194,7 @@ def decode_spec(data: bytes) -> KvSpec:
     except (struct.error, IndexError) as err:
         raise ValueError(f"the KV layout is malformed: {err}") from None
     if offset != len(data):
-        raise ValueError("the KV layout has trailing bytes")
+        raise ValueError(f"the KV layout has {len(data) - offset} bytes after its end")
     return KvSpec(block_size, tuple(groups))
 
 

@@ -99,7 +99,7 @@ class Reservation:
     def check_open(self) -> None:
         """Raise ValueError if the reservation is not open."""
         if not self.open:
-            raise ValueError(f"reservation of {self.key!r} is {self.state.value}")
+            raise ValueError(f"the reservation of request {self.key!r} is {self.state.value}")
 
 
 class JobTable:

@@ -79,7 +79,9 @@ class EngineLimits:
             )
         for ids in (request.prompt_ids, *(c.generated_ids for c in request.choices)):
             if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
-                raise InvalidRequest("a token id is outside the vocabulary", "prompt")
+                raise InvalidRequest(
+                    f"a token id is outside the vocabulary of {self.vocab_size} ids", "prompt"
+                )
         if request.pool and not self.pooling:
             raise InvalidRequest(NO_EMBEDDINGS, "model")
         if self.pooling and not request.pool:
@@ -95,7 +97,11 @@ class EngineLimits:
             if prompt_len > self.context_len:
                 raise ContextLengthExceeded(self._too_long(prompt_len, 0, 1), "prompt")
             if blocks_for(prompt_len, self.block_size) > self.num_blocks:
-                raise ContextLengthExceeded("the prompt exceeds the KV pool", "prompt")
+                raise ContextLengthExceeded(
+                    f"the prompt has {prompt_len} tokens, but the KV pool holds only "
+                    f"{self.num_blocks * self.block_size}",
+                    "prompt",
+                )
             return 0
         max_new_tokens = min(
             self.context_len - prompt_len, self._pool_capacity(prompt_len, params.n)
@@ -110,7 +116,9 @@ class EngineLimits:
                 too_long = self._too_long(prompt_len, max_tokens, params.n)
                 raise ContextLengthExceeded(too_long, "max_tokens")
         if params.min_tokens > max_tokens:
-            raise InvalidRequest("min_tokens must be at most max_tokens", "min_tokens")
+            raise InvalidRequest(
+                f"min_tokens must be at most max_tokens ({max_tokens})", "min_tokens"
+            )
         return max_tokens
 
     def _check_sampling(self, request: Request) -> None:

@@ -59,14 +59,17 @@ class CompileSandbox:
                 error, is_internal = answer.result(CHECK_S)
             except TimeoutError:
                 process.kill()
-                raise GrammarError("the grammar could not be checked in time", True) from None
+                raise GrammarError(
+                    f"the grammar could not be checked in time ({CHECK_S:g} s)", True
+                ) from None
             except CancelledError:
                 continue
             if error:
                 raise GrammarError(error, is_internal)
             return
         raise GrammarError(
-            "the process that checks grammars has ended unexpectedly", is_internal=True
+            f"the process that checks grammars ended unexpectedly {MAX_TRIES} times",
+            is_internal=True,
         )
 
     def close(self) -> None:
@@ -179,7 +182,7 @@ class _SandboxProcess:
                     if future is not None and future.set_running_or_notify_cancel():
                         future.set_result((answer["error"], answer["is_internal"]))
         except Exception:
-            log.exception("cannot read the answer of the grammar sandbox")
+            log.exception("reading from the grammar sandbox failed; it will be started again")
         finally:
             self.ended = True
             for unanswered in list(self._answers.values()):
@@ -235,7 +238,7 @@ class GrammarBackend:
             try:
                 self._tokenizer = make_tokenizer(*self._vocabulary)
             except Exception as error:
-                log.warning("grammars cannot be used with this tokenizer: %s", error)
+                log.warning("the model's tokenizer cannot be used for grammars: %s", error)
                 text = "grammars cannot be used with the tokenizer of this model"
                 raise GrammarError(text) from error
 

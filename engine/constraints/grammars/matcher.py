@@ -273,7 +273,7 @@ class GrammarMatcher:
 
     def _fail(self, error: BaseException) -> None:
         if not isinstance(error, GrammarError):
-            log.error("a grammar cannot be matched", exc_info=error)
+            log.error("matching a grammar failed; its request fails", exc_info=error)
             text = f"the grammar cannot be matched: {type(error).__name__}"
             error = GrammarError(text, is_internal=True)
         self.failure = error

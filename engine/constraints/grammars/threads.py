@@ -109,7 +109,7 @@ class FairThreadPool(Generic[T]):
             try:
                 task.run()
             except BaseException:  # a panic is not an Exception
-                log.exception("a task failed")
+                log.exception("a grammar task raised an error; its thread continues")
 
     def _next(self) -> T | None:
         with self._lock:
