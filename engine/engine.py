@@ -159,7 +159,8 @@ class Engine:
         return True
 
     def unpark(self, key: str) -> bool:
-        """Let a parked request continue where it stopped. Returns False if it is not parked."""
+        """Return a parked request to the queue, to continue where it stopped. Returns False if the
+        request is not parked."""
         job = self.jobs.parked.get(key)
         if job is None:
             return False

@@ -111,7 +111,7 @@ class EngineThread:
         )
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, which begins to run engine steps."""
         self._thread.start()
 
     def close(self) -> None:

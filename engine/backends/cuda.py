@@ -1,4 +1,5 @@
-"""The CUDA backend: Triton kernels, weights packed on the device, batch-invariant results."""
+"""The CUDA backend: Triton kernels, weights packed on the device, and results that do not depend on
+what else is in the batch."""
 
 from collections.abc import Callable, Sequence
 

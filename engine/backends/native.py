@@ -1,4 +1,4 @@
-"""The native CPU backend: C++ kernels, weights packed once, no torch."""
+"""The native CPU backend: C++ kernels that need no torch; weights are packed once, at load."""
 
 import logging
 from collections.abc import Callable, Sequence

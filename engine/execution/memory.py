@@ -1,4 +1,5 @@
-"""Host memory: how much is free for a KV pool, and whether torch keeps the memory that it frees."""
+"""Host memory: measures how much is free for a KV pool, and makes the process keep memory that
+torch frees."""
 
 import ctypes
 from pathlib import Path

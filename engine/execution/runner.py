@@ -54,7 +54,7 @@ class Batch(Generic[T]):
 
 
 class Model(Protocol):
-    """Methods of a decoder that the engine calls."""
+    """Interface of a decoder: the methods that the engine calls."""
 
     def forward(self, batch: Batch[Ints], kv: KvCache) -> Any:
         """Run the model on a batch and write the KV of its tokens. Return the final hidden states

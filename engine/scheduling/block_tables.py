@@ -208,7 +208,7 @@ class BlockTables:
 
     def advance(self, sequence: Sequence, num_computed: int) -> None:
         """Record that the KV of the sequence's first `num_computed` tokens is computed: add full
-        blocks to the prefix cache, and release blocks that the window has passed."""
+        blocks to the prefix cache, and release blocks that the attention window has passed."""
         sequence.num_computed = num_computed
         if (sequence.num_published + 1) * self.block_size <= num_computed:
             self.publish(sequence, num_computed, self._zeros)
@@ -239,9 +239,9 @@ class BlockTables:
         self.advance(sequence, num_computed)
 
     def _trim(self, sequence: Sequence) -> None:
-        """Release the blocks of a sequence that the window has passed, and allocate as many for its
-        tokens that have no blocks yet. Allocates fewer if the pool is short because others share
-        the released blocks; `extend` allocates the rest later."""
+        """Release the blocks of a sequence that the attention window has passed, and allocate as
+        many for its tokens that have no blocks yet. Allocates fewer if the pool is short because
+        others share the released blocks; `extend` allocates the rest later."""
         total = blocks_for(len(sequence.ids), self.block_size)
         for group, window in enumerate(self.windows):
             first = self.first_seen(sequence.num_computed, window)

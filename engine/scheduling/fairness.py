@@ -1,25 +1,27 @@
 """Fairness between tenants: which tenant comes next, and what a step owes to the requests that the
 previous step passed over. Pure.
 
-  +--- What a step leaves to later ones -----------------------------------------------------------+
-  | debt      to whom                 set by             effect                 ends               |
-  | --------- ----------------------- ------------------ ---------------------- ------------------ |
-  | left out  decode rows of a tenant leave_out: they    they come first        begin_rows, unless |
-  |           by rank                 exceed its share                          the tenant gives   |
-  |                                                                             way then           |
-  | gave way  the tenants left out    begin_rows: first  none gives way         the next           |
-  |           that got no row         prompt of another  again at once          begin_rows         |
-  | kept out  a tenant without a      keep_out: its      the first chunk of     begin_chunks       |
-  |           chunk                   chunk exceeds its  each tenant runs,                         |
-  |                                   share              whatever its size                         |
-  | short     the first queued job    end_chunks         reservations that it   the end_chunks of  |
-  |           that lacks blocks                          precedes wait          a step without one |
-  | refused   a refused reservation   refuse             queued jobs that it    end_chunks         |
-  |                                                      precedes get no blocks                    |
-  +------------------------------------------------------------------------------------------------+
+A *share* is the limit of one tenant in one step, in decode rows and in prompt tokens, while several
+tenants are active. A step may leave these debts to later steps:
 
-A *job* is a request in the scheduler; a *share* is a tenant's limit in one step. Only the methods
-of Fairness write the fields behind these debts, and only the Scheduler calls them.
+  +----------+---------------------------------------+-----------------------------------+--------------+
+  | debt     | what happened: recorded by            | effect on the next step           | ended by     |
+  | -------- | ------------------------------------- | --------------------------------- | ------------ |
+  | left out | decode rows of a tenant, from a rank  | the tenant's rows begin with      | begin_rows   |
+  |          | on, exceed its share: leave_out       | these, or the tenant gives way    |              |
+  | gave way | a tenant with rows left out gets no   | no tenant gives way again         | begin_rows   |
+  |          | row, so that another tenant's first   |                                   |              |
+  |          | prompt runs: begin_rows               |                                   |              |
+  | kept out | a tenant gets no chunk, because its   | the first chunk of every tenant   | begin_chunks |
+  |          | first exceeds its share: keep_out     | runs, whatever its size           |              |
+  | short    | a queued request lacks blocks:        | reservations for requests behind  | end_chunks   |
+  |          | end_chunks                            | it wait, until no queued request  |              |
+  |          |                                       | lacks blocks                      |              |
+  | refused  | a reservation is refused: refuse      | queued requests behind it get no  | end_chunks   |
+  |          |                                       | blocks                            |              |
+  +----------+---------------------------------------+-----------------------------------+--------------+
+
+Only the methods of Fairness write the fields of these debts, and only the Scheduler calls them.
 """
 
 import math
@@ -115,7 +117,7 @@ FIRST: Rank = (-math.inf, 0)  # before every job
 
 class Fairness:
     """What one step of the Scheduler owes to requests that the previous step passed over; the table
-    in the module docstring lists these debts. Tenants are the values of Request.tenant."""
+    in the module docstring lists these debts. Tenants are named as in Request.tenant."""
 
     def __init__(self) -> None:
         self._left_out: dict[bytes, Rank] = {}
@@ -132,12 +134,13 @@ class Fairness:
 
     @property
     def short(self) -> RequestState | None:
-        """The first queued job that lacked KV blocks in the last step; None if no job did."""
+        """The first queued request that lacked KV blocks in the last step; None if no request
+        did."""
         return self._short
 
     def begin_rows(self, tenants: Iterable[bytes], prompt_waits: bool) -> dict[bytes, Rank]:
-        """Return the tenants that get decode rows in this step, each with the rank of the job to
-        begin with: the one that the previous step left out, or else the first. `prompt_waits`: a
+        """Return the tenants that get decode rows in this step, each with the rank of the request
+        to begin with: the one that the previous step left out, or else the first. `prompt_waits`: a
         tenant without running requests has a prompt that could start; tenants whose rows were left
         out then get no rows, but not in two steps in a row."""
         ranks = {tenant: self._left_out.get(tenant, FIRST) for tenant in tenants}
@@ -147,8 +150,8 @@ class Fairness:
         return {t: rank for t, rank in ranks.items() if t not in waiting}
 
     def leave_out(self, tenant: bytes, rank: Rank) -> None:
-        """Record that a tenant's share of decode rows was used up before its job of this rank; the
-        next step begins with that job."""
+        """Record that a tenant's share of decode rows was used up before its request of this rank;
+        the next step begins with that job."""
         self._left_out[tenant] = rank
 
     def begin_chunks(self) -> bool:
@@ -163,22 +166,22 @@ class Fairness:
         self._kept_out = True
 
     def end_chunks(self, short: RequestState | None) -> None:
-        """End the prefill chunks of a step: record the first queued job that lacks KV blocks (None
-        if no job does), and forget the refused reservation, which delayed jobs for this step
-        only."""
+        """End the prefill chunks of a step: record the first queued request that lacks KV blocks
+        (None if no request does), and forget the refused reservation, which delayed requests for
+        this step only."""
         self._short, self._refused = short, None
 
     def refuse(self, reservation: RequestState) -> None:
-        """Record the job whose reservation of blocks was refused; in the next step no queued job
-        after it gets blocks."""
+        """Record the request whose reservation of blocks was refused; in the next step no queued
+        request after it gets blocks."""
         self._refused = reservation
 
     def held_up(self, job: RequestState) -> bool:
-        """Whether the job must not get blocks in this step because a refused reservation precedes
-        it."""
+        """Whether the request must not get blocks in this step because a refused reservation
+        precedes it."""
         return self._refused is not None and self._refused.precedes(job)
 
     def must_wait(self, reserving: RequestState) -> bool:
-        """Whether a reservation of blocks must wait because a queued job that lacks blocks precedes
-        it. `reserving`: the job to reserve for."""
+        """Whether a reservation of blocks must wait because a queued request that lacks blocks
+        precedes it. `reserving`: the request to reserve for."""
         return self._short is not None and self._short.precedes(reserving)

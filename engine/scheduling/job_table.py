@@ -1,17 +1,18 @@
-"""Requests of an engine by state, and reservations for transfers; the only module that gains and
-frees blocks for them. Pure.
+"""All requests of an engine by state, and the reservations of KV blocks for transfers. Only this
+module allocates and frees blocks for them. Pure.
 
-Reserved blocks belong to the reservation from JobTable.reserve until commit makes them the
-request's, or release frees them, each at most once. Aborting the request ends the reservation too.
-Verified blocks are in the prefix cache and stay there when the reservation frees them.
+Reserved blocks belong to the reservation from JobTable.reserve until JobTable.commit gives them to
+the request, or JobTable.release frees them; each of these happens at most once. Aborting the
+request ends its reservation too. Blocks whose KV was received and verified are in the prefix cache,
+and stay there when the reservation frees them.
 
 A request (a *job* here) is in one of these states:
 
-    waiting    queued; it has blocks only after a KV transfer, a park or a hold
-    running    it has rows (slots) of the batch
-    held       others read its blocks: a computed prefill_only request, or one that migrates
-    reserved   a prefill worker sends its KV
-    parked     no client listens; it has no slots, and its blocks until others need them
+    waiting    in the queue; has blocks only after a KV transfer, a park or a hold
+    running    has rows (slots) of the batch
+    held       other workers read its blocks: it is prefill_only and computed, or it migrates
+    reserved   has reserved blocks, for which a prefill worker sends the KV
+    parked     its client does not listen: has no slots, and loses its blocks if others need them
 
   +--- Who frees which blocks ---------------------------------------------------------------------+
   | slice                 gained by             freed by                                           |
@@ -35,15 +36,16 @@ A request (a *job* here) is in one of these states:
   |                                             committed; unhold keeps it                         |
   | parked                as rest and growth    end, by evict when others lack blocks; unpark      |
   |                                             keeps it                                           |
-  | cached                advance, verified     no owner: the pool keeps its content to be found   |
-  |                                             until `allocate` takes the block                   |
+  | cached                advance, verified     no owner: its content can be found by hash until   |
+  |                                             BlockPool.allocate takes the block                 |
   +------------------------------------------------------------------------------------------------+
 
-A sequence has blocks exactly while it is in `job.sequences` of a job in `by_key`, and its
-references are reserved exactly while the job is in `reserved`. `discrepancy` compares this with the
-counts of the pools: after every turn of the simulation, at the end of every test that uses
-an engine, and in every running worker. tests/engine/scheduling checks it after each of thousands of
-random operations, and checks that no other module changes a block table.
+Invariant: a sequence has blocks exactly while it is in `job.sequences` of a job in
+JobTable.by_key, and its references to them count as reserved exactly while the job is in
+JobTable.reserved. `discrepancy` compares this with the counts of the pools: after every turn of the
+simulation, at the end of every test that uses an engine, and in every running worker.
+tests/engine/scheduling checks it after each of thousands of random operations, and checks that no
+other module changes a block table.
 """
 
 from bisect import insort
@@ -200,7 +202,7 @@ class JobTable:
 
     def advance(self, sequence: Sequence, num_computed: int) -> None:
         """Record that the KV of the sequence's first `num_computed` tokens is computed: add full
-        blocks to the prefix cache, and release blocks that the window has passed."""
+        blocks to the prefix cache, and release blocks that the attention window has passed."""
         self.tables.advance(sequence, num_computed)
 
     def fork(self, prefix: Sequence, choice: int) -> None:

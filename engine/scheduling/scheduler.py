@@ -77,8 +77,8 @@ class Scheduler:
         return plan if plan.rows or plan.events else None
 
     def _add_decode_rows(self, plan: Plan, in_step: set[int], share: int) -> None:
-        """Add decode rows to the plan, at most `share` of each tenant; a job with more rows than
-        that gets them if it is the first of its tenant."""
+        """Add decode rows to the plan, at most `share` of each tenant; a request with more rows
+        than that gets them if it is the first of its tenant."""
         tenants: dict[bytes, list[RequestState]] = {}
         for job in self._jobs.running:
             tenants.setdefault(job.request.tenant, []).append(job)
@@ -99,8 +99,8 @@ class Scheduler:
                     free_rows -= len(rows)
 
     def _decode_rows(self, job: RequestState) -> list[Row]:
-        """Return a decode row for each sequence of the job that lacks the KV of exactly one token,
-        its last."""
+        """Return a decode row for each sequence of the request that lacks the KV of exactly one
+        token, its last."""
         rows: list[Row] = []
         for sequence in job.sequences:
             end = len(sequence.ids)
@@ -121,9 +121,9 @@ class Scheduler:
         `share` of their tenant. If a tenant got no chunk for that reason, the first chunk of every
         tenant runs in the next step.
 
-        A waiting job that lacks slots of the batch holds up the waiting jobs behind it. If it lacks
-        KV blocks instead, waiting jobs that already have blocks may pass it, because they will free
-        the blocks that it needs.
+        A waiting request that lacks slots of the batch holds up the waiting requests behind it. If
+        it lacks KV blocks instead, waiting requests that already have blocks may pass it, because
+        they will free the blocks that it needs.
         """
         fairness = self._fairness
         is_catching_up = fairness.begin_chunks()
@@ -177,17 +177,17 @@ class Scheduler:
         return chunks
 
     def _waiting(self) -> list[RequestState]:
-        """Return the queued jobs whose grammars are ready. A job whose grammar is not ready keeps
-        its place in the queue but gets no slots or blocks yet; jobs behind it may get them
-        first."""
+        """Return the queued requests whose grammars are ready. A request whose grammar is not ready
+        keeps its place in the queue but gets no slots or blocks yet; requests behind it may get
+        them first."""
         return [job for job in self._jobs.waiting.values() if job.is_ready]
 
     def _queue(
         self, now_s: float, in_prefill: list[tuple[RequestState, Sequence]]
     ) -> Iterable[tuple[RequestState, Sequence | None]]:
-        """Return jobs with prompt tokens to compute, in the order in which they get chunks: running
-        jobs with the sequence that is in prefill, and waiting jobs with None instead of a
-        sequence."""
+        """Return requests with prompt tokens to compute, in the order in which they get chunks:
+        running requests with the sequence that is in prefill, and waiting requests with None
+        instead of a sequence."""
         queue: list[tuple[float, int, int, RequestState, Sequence | None]] = []
 
         def add(job: RequestState, size: int, num_left: int, sequence: Sequence | None) -> None:
@@ -221,8 +221,8 @@ class Scheduler:
         return sequence
 
     def _grow(self, job: RequestState, rows: list[Row], plan: Plan, in_step: set[int]) -> bool:
-        """Allocate KV blocks for the rows of a job; if they are short, evict parked requests and
-        then preempt running ones. Return False if the rows cannot run in this step."""
+        """Allocate KV blocks for the rows of a request; if they are short, evict parked requests
+        and then preempt requests. Return False if the rows cannot run in this step."""
         for row in rows:
             if row.end <= row.sequence.writable_to:
                 continue  # the common case

@@ -1,4 +1,5 @@
-"""Statistics of an engine for routing and metrics."""
+"""Statistics of an engine, which the router uses for its decisions and which workers export as
+metrics."""
 
 from dataclasses import dataclass
 
