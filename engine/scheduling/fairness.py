@@ -4,22 +4,24 @@ previous step passed over. Pure.
 A *share* is the limit of one tenant in one step, in decode rows and in prompt tokens, while several
 tenants are active. A step may leave these debts to later steps:
 
-  +----------+---------------------------------------+-----------------------------------+--------------+
-  | debt     | what happened: recorded by            | effect on the next step           | ended by     |
-  | -------- | ------------------------------------- | --------------------------------- | ------------ |
-  | left out | decode rows of a tenant, from a rank  | the tenant's rows begin with      | begin_rows   |
-  |          | on, exceed its share: leave_out       | these, or the tenant gives way    |              |
-  | gave way | a tenant with rows left out gets no   | no tenant gives way again         | begin_rows   |
-  |          | row, so that another tenant's first   |                                   |              |
-  |          | prompt runs: begin_rows               |                                   |              |
-  | kept out | a tenant gets no chunk, because its   | the first chunk of every tenant   | begin_chunks |
-  |          | first exceeds its share: keep_out     | runs, whatever its size           |              |
-  | short    | a queued request lacks blocks:        | reservations for requests behind  | end_chunks   |
-  |          | end_chunks                            | it wait, until no queued request  |              |
-  |          |                                       | lacks blocks                      |              |
-  | refused  | a reservation is refused: refuse      | queued requests behind it get no  | end_chunks   |
-  |          |                                       | blocks                            |              |
-  +----------+---------------------------------------+-----------------------------------+--------------+
+  +----------+------------------------------------+---------------------------------+--------------+
+  | debt     | what happened: recorded by         | effect on the next step         | ended by     |
+  | -------- | ---------------------------------- | ------------------------------- | ------------ |
+  | left out | decode rows of a tenant, from a    | the tenant's rows begin with    | begin_rows   |
+  |          | rank on, exceed its share:         | these, or the tenant gives way  |              |
+  |          | leave_out                          |                                 |              |
+  | gave way | a tenant with rows left out gets   | no tenant gives way again       | begin_rows   |
+  |          | no row, so that another tenant's   |                                 |              |
+  |          | first prompt runs: begin_rows      |                                 |              |
+  | kept out | a tenant gets no chunk, because    | the first chunk of every tenant | begin_chunks |
+  |          | its first exceeds its share:       | runs, whatever its size         |              |
+  |          | keep_out                           |                                 |              |
+  | short    | a queued request lacks blocks:     | reservations for requests       | end_chunks   |
+  |          | end_chunks                         | behind it wait until no queued  |              |
+  |          |                                    | request lacks blocks            |              |
+  | refused  | a reservation is refused: refuse   | queued requests behind it get   | end_chunks   |
+  |          |                                    | no blocks                       |              |
+  +----------+------------------------------------+---------------------------------+--------------+
 
 Only the methods of Fairness write the fields of these debts, and only the Scheduler calls them.
 """
