@@ -312,7 +312,7 @@ def _load(
     expanded = sorted(set(checkpoint.expanded()) - quantized.keys())
     if expanded and backend.weights_format is None:
         log.warning(
-            "%d weights are kept as float32: their stored format has no transpose (%s%s)",
+            "%d weights are kept as float32: their stored format has no transposed form (%s%s)",
             len(expanded),
             ", ".join(expanded[:3]),
             ", ..." * (len(expanded) > 3),

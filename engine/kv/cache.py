@@ -86,8 +86,8 @@ class KvCache:
 
     def pages(self, group: int, layers: range, blocks: Sequence[int], ready: Any = None) -> Pages:
         """Return the addresses of whole blocks, for a direct copy on the device that begins after
-        the event `ready`. Raises ValueError if a layer group, layer or block does not exist or if
-        no block is given."""
+        the event `ready`. Raises ValueError if a layer group, layer or block does not exist, or if
+        no layer or no block is given."""
         self._check(group, layers, blocks, self.num_bytes(group, layers, blocks))
         if not layers or not blocks:
             raise ValueError("pages need at least one layer and one block")

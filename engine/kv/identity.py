@@ -19,8 +19,8 @@ SIDES = ("on this side", "on the peer")  # names of the two processes in a messa
 
 @dataclass(frozen=True, slots=True)
 class KvIdentity:
-    """Identity of the computation in one process. Parts that are not known are empty; if one is
-    unknown, only the digests can be compared."""
+    """Identity of the computation in one process. A part that is not known is empty and is not
+    compared; the digest always is."""
 
     digest: bytes  # 16 bytes
     weights: str = ""  # hex digest of the tensors as stored
@@ -53,8 +53,9 @@ _COMPARED = {
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """Differences of KV identities that the operator accepts between processes that share KV. A
-    response computed across such a difference is marked inexact."""
+    """The differences of KV identities that the operator accepts between processes that share KV:
+    another format of the weights, or other numerics. A response computed across such a difference
+    is marked inexact."""
 
     weights: bool = False  # another format of the same model; not verified to be the same
     numerics: bool = False  # another numerics id of the same weights
