@@ -1,4 +1,5 @@
-"""Builds an engine from its options: loads the model, sizes the KV pool, measures the chunk."""
+"""Builds an engine from its options: loads the model, measures its speed to choose the chunk size,
+and sizes the KV pool."""
 
 import logging
 import math
@@ -32,10 +33,12 @@ CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 def build_engine(
     config: EngineConfig, progress: Callable[[str, float], None] = lambda activity, fraction: None
 ) -> tuple[Engine, CardData]:
-    """Build an engine ready to step, and its model's card with the effective context length.
+    """Build an engine that is ready to step. Return it with the model's card, whose context length
+    is reduced to what the KV pool can hold.
 
-    `progress` receives the current activity and its completed fraction. Raises CheckpointError if
-    loading fails, and ValueError if options contradict each other or no KV pool fits in memory.
+    `progress` receives the current activity and its completed fraction, from 0 to 1. Raises
+    CheckpointError if loading fails, and ValueError if options contradict each other or no KV pool
+    fits in memory.
     """
     loaded = load_model(config, progress)
     decoder, backend, card = loaded.decoder, loaded.backend, loaded.card
@@ -77,7 +80,8 @@ def build_engine(
         grammars=GrammarBackend(card.tokenizer_json, card.vocab_size, card.eos_ids),
     )
     log.info(
-        "KV pool: %d tokens (%d blocks of %d, %.0f MB); context %d; chunk %d",
+        "KV pool: %d tokens (%d blocks of %d, %.0f MB); context length: %d tokens; "
+        "prefill chunk: %d tokens",
         num_blocks * spec.block_size,
         num_blocks,
         spec.block_size,
@@ -92,8 +96,12 @@ def build_engine(
 def _num_blocks(
     config: EngineConfig, backend: Backend, spec: KvSpec, context_len: int, chunk_size: int
 ) -> int:
-    """Return the number of blocks of a full-attention pool; window pools derive from it. Without
-    `kv_tokens`: as many as fit, at most what a full batch of full contexts needs."""
+    """Return the number of KV blocks of a layer group with full attention; the size of window
+    groups follows from it (pool_sizes).
+
+    With --kv-tokens, that many tokens; otherwise as many blocks as fit in memory, at most those
+    that a full batch of maximum contexts needs. Raises ValueError if none fits.
+    """
     if config.kv_tokens:
         return max(1, config.kv_tokens // spec.block_size)
 
@@ -103,12 +111,14 @@ def _num_blocks(
     max_blocks = config.max_running * blocks_for(context_len, spec.block_size)
     fit = bisect_right(range(1, max_blocks + 1), backend.pool_bytes(), key=num_bytes)
     if fit < 1:
-        raise ValueError("not enough free memory for a KV pool; set its size with --kv-tokens")
+        raise ValueError(
+            "the free memory is too small for a KV pool; set the pool's size with --kv-tokens"
+        )
     return fit
 
 
 class Measured(NamedTuple):
-    """Measured speed of a model."""
+    """Measured speed of a model on this machine, and the prefill chunk size chosen by it."""
 
     chunk_size: int  # power of two from 64 to 8192 whose chunk takes closest to 100 ms
     token_s: float  # seconds per token in a chunk
@@ -116,8 +126,12 @@ class Measured(NamedTuple):
 
 
 def measure(model: Model, kv: KvCache, max_size: int) -> Measured:
-    """Warm up and measure the model with chunks of at most `max_size` tokens, which `kv` has blocks
-    for. Sizes expected to be further from 100 ms than the previous one are not tried."""
+    """Warm up the model and measure its speed with prefill chunks of increasing size, up to
+    `max_size` tokens. Stops when the next size would be further from the target of 100 ms per
+    chunk.
+
+    `kv`: a KV pool with blocks for `max_size` tokens in each layer group.
+    """
     first_size = min(CHUNKS[0], max_size)
     longest_s = CHUNK_S / math.sqrt(2)  # above this, twice the size is further from 100 ms
     _chunk_seconds(model, kv, 1)  # the first pass reads all weights
@@ -137,7 +151,8 @@ def measure(model: Model, kv: KvCache, max_size: int) -> Measured:
 
 
 def _chunk_seconds(model: Model, kv: KvCache, size: int) -> float:
-    """Return the seconds for one chunk of `size` tokens from position 0, on unallocated blocks."""
+    """Run one prefill chunk of `size` tokens from position 0 and return its duration in seconds.
+    Writes blocks of `kv` without allocating them."""
     positions = np.arange(size)
     table = np.arange(1, blocks_for(size, kv.spec.block_size) + 1)[None]
     group = GroupTable(table, positions + kv.spec.block_size)  # from block 1 on

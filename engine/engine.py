@@ -1,11 +1,11 @@
-"""The engine accepts requests and runs steps that return events.
+"""The engine: accepts requests, and runs steps that return events.
 
-One thread calls every method, unless its docstring allows others. The engine owns the KV pool
-through its parts: the JobTable gains and frees the blocks of requests, the KvCache holds their
-bytes. Every submitted request ends with exactly one Finished, RequestFailed or Evicted event,
-unless its blocks are held and then released: a prefill_only request, whose last event is
-PrefillComputed(done), or a migrated request. After the device is lost, steps raise DeviceLost and
-requests get no more events.
+All methods are called on one thread, except those whose docstring allows any thread. The engine
+owns the KV pool through its parts: the JobTable allocates and frees the blocks of requests, the
+KvCache holds their bytes. Every submitted request ends with exactly one Finished, RequestFailed or
+Evicted event, with two exceptions: a prefill_only request, whose last event is
+PrefillComputed(done=True), and a request that migrates to another engine; `release_held` ends both
+without an event. After the device is lost, steps raise DeviceLost and requests get no more events.
 """
 
 import logging
@@ -55,7 +55,7 @@ MAX_REFUSED = 4096  # refused reservations whose arrival order is kept
 
 @dataclass(slots=True)
 class Pending:
-    """A launched step; `error` is set if its forward pass failed."""
+    """A step that is launched but not yet collected; `error` is set if its forward pass failed."""
 
     plan: Plan
     hidden: Any  # what ModelRunner.launch returned; None with an `error`
@@ -66,14 +66,15 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """A frozen request, whose KV can be read."""
+    """Description of a frozen request (see Engine.freeze), whose KV can be read for a migration."""
 
     num_tokens: int  # leading tokens whose KV is in its blocks: all except the last
     cached_tokens: int  # as in its Finished event
 
 
 class Engine:
-    """Continuous batching over one model and one KV pool. `jobs` is read-only for callers."""
+    """Continuous batching of requests over one model and one KV pool. Callers may read `jobs` but
+    must not change it."""
 
     def __init__(
         self,
@@ -88,7 +89,8 @@ class Engine:
         token_s: float = 0.0,
         grammars: GrammarBackend | None = None,
     ) -> None:
-        """`token_s`: seconds per token of a chunk; 0: unknown. `grammars`: None refuses them."""
+        """`token_s`: measured seconds per token of a prefill chunk; 0 if unknown. `grammars`: the
+        backend that compiles grammars; if None, requests with a grammar are refused."""
         self.model = model
         self.kv = kv
         self.limits = limits
@@ -116,20 +118,24 @@ class Engine:
         return bool(self.jobs.waiting or self.jobs.running or self._events)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequest, ContextLengthExceeded or QueueFull."""
+        """Queue a request. Raises InvalidRequest, ContextLengthExceeded, or QueueFull if too many
+        requests are waiting already."""
         job = self._new_job(request)
         if len(self.jobs.waiting) >= self.limits.max_waiting:
-            raise QueueFull(f"the queue is full: {len(self.jobs.waiting)} requests are waiting")
+            raise QueueFull(
+                f"the engine's queue is full: {len(self.jobs.waiting)} requests are waiting"
+            )
         self._constrain(job)
         self.jobs.add(job)
         self._events += self._progress.end_complete(job)
 
     def abort(self, key: str, choices: Sequence[int] = ()) -> bool:
-        """Abort a request, or some of its choices, in any state; their blocks are free on return.
+        """Abort a request in any state, or only some of its choices; free their blocks before
+        returning.
 
-        Each unfinished choice gets a last NewTokens with ABORTED in the next step; Finished follows
-        when all choices have ended. Aborting a request aborts its reservation. Returns False if the
-        key is unknown.
+        In the next step, each aborted choice that had not ended gets a last NewTokens event with
+        the finish reason ABORTED, and the request its Finished event if all its choices have ended.
+        Aborting a request also aborts its reservation. Returns False if the key is unknown.
         """
         job = self.jobs.by_key.get(key)
         if job is None:
@@ -143,8 +149,8 @@ class Engine:
     def park(self, key: str) -> bool:
         """Exclude a queued or running request from steps until `unpark`; it keeps its blocks.
 
-        If other requests lack blocks, the longest parked request is the first to lose its blocks,
-        and ends with Evicted. Returns False if the request is neither queued nor running.
+        If other requests lack blocks, the request that has been parked longest is dropped with an
+        Evicted event. Returns False if the request is neither queued nor running.
         """
         job = self.jobs.by_key.get(key)
         if job is None or not (key in self.jobs.waiting or job in self.jobs.running):
@@ -153,7 +159,8 @@ class Engine:
         return True
 
     def unpark(self, key: str) -> bool:
-        """Let a parked request continue where it stopped. Returns False if it is not parked."""
+        """Return a parked request to the queue, to continue where it stopped. Returns False if the
+        request is not parked."""
         job = self.jobs.parked.get(key)
         if job is None:
             return False
@@ -161,10 +168,12 @@ class Engine:
         return True
 
     def freeze(self, key: str) -> Frozen | None:
-        """Exclude a request from steps until `resume`; hold its blocks so that they can be read.
+        """Exclude a request from steps until `resume`, and keep its blocks unchanged, so that
+        another worker can read them.
 
-        Returns None and changes nothing unless the request has one sequence that lacks only the KV
-        of its last token: not during prefill, with several unfinished choices, or without blocks.
+        Returns None and changes nothing if the KV is not in a state to migrate: the request must
+        have exactly one sequence, which lacks only the KV of its last token. This is not so during
+        prefill, with several unfinished choices, or without blocks.
         """
         job = self.jobs.by_key.get(key)
         if job is None or not job.request.generates or key in self.jobs.reserved:
@@ -177,7 +186,8 @@ class Engine:
         return Frozen(job.sequences[0].num_computed, job.cached_tokens)
 
     def resume(self, key: str) -> bool:
-        """Let a frozen request continue where it stopped. Returns False if it is not frozen."""
+        """Let a frozen request continue where it stopped, in this engine. Returns False if it is
+        not frozen."""
         job = self.jobs.held.get(key)
         if job is None or job.request.prefill_only:
             return False
@@ -185,35 +195,37 @@ class Engine:
         return True
 
     def schedule(self) -> Plan | None:
-        """Plan the next step; return None when there is nothing to do."""
+        """Plan the next step; return None if no request can run and no event waits."""
         self._poll_constraints()
         plan = self._scheduler.schedule(self._clock(), self._events)
         self._events = []  # only now: if scheduling raises, a later step sends them
         return plan
 
     def expected_s(self, plan: Plan) -> float:
-        """Return the maximum seconds that the step should take, judged by earlier steps."""
+        """Return the number of seconds within which the planned step should end, judged by the
+        slowest earlier steps."""
         return self._meter.expected_s(plan)
 
     def announce(self, plan: Plan) -> Step:
-        """Return a plan's events, above all Scheduled, as a step without rows, before the plan
-        runs.
+        """Return the events that a plan already has before it runs, mostly Scheduled, as a Step
+        without rows; `collect` does not return them again.
 
-        `collect` does not repeat them. The receiver must not change the engine before `collect`:
-        the plan's rows refer to its blocks.
+        The receiver of the events must not change the engine before `collect`, because the plan's
+        rows refer to its blocks.
         """
         events, plan.events = tuple(plan.events), []
         return Step(self._meter.step + 1, events, wall_s=0.0)
 
     def launch(self, plan: Plan) -> Pending:
-        """Start the step. An error fails only its requests. Raises DeviceLost."""
+        """Start the forward pass of a planned step. If it fails, only the requests of that step
+        fail, in `collect`. Raises DeviceLost."""
         return self._launch(plan, None)
 
     def launch_ahead(self, pending: Pending) -> Pending | None:
-        """Start the step that follows a launched step, before that step is collected.
+        """Start the step that follows the launched step `pending`, before `pending` is collected.
 
         May compute one token past the end of a choice; it is discarded. Returns None if the next
-        step cannot be planned before the tokens are known.
+        step cannot be planned before the tokens of `pending` are known. Raises DeviceLost.
         """
         self._poll_constraints()
         if pending.tokens is None or self._events:
@@ -234,13 +246,14 @@ class Engine:
                     plan.rows, hidden, self.model.logits, num_unread
                 )
         except Exception as error:
-            log.exception("the forward pass failed")
+            log.exception("the forward pass of a step failed; the step's requests fail")
             self._synchronize()
             pending.hidden, pending.error = None, f"{type(error).__name__}: {error}"
         return pending
 
     def collect(self, pending: Pending) -> Step:
-        """Wait for the step, sample, and return the step's events."""
+        """Wait for a launched step, sample its tokens, apply them to the requests, and return the
+        step's events. Raises DeviceLost."""
         plan = pending.plan
         if pending.hidden is None and plan.rows:
             self._synchronize()  # no read of its output waits for it
@@ -250,7 +263,7 @@ class Engine:
             try:
                 outcomes = self._outcomes(pending)
             except Exception as raised:
-                log.exception("sampling failed")
+                log.exception("sampling a step's tokens failed; the step's requests fail")
                 self._synchronize()
                 error = f"{type(raised).__name__}: {raised}"
         events = self._fail_step(plan, error) if error else self._progress.apply(plan, outcomes)
@@ -262,7 +275,8 @@ class Engine:
         return Step(self._meter.step, (*plan.events, *events), wall_s)
 
     def _synchronize(self) -> None:
-        """Wait for the device, if there is one. Raises DeviceLost if waiting fails."""
+        """Wait for all work launched on the device; do nothing for a model on the CPU. Raises
+        DeviceLost if waiting fails."""
         if isinstance(self.model, DeviceModel):
             try:
                 self.model.synchronize()
@@ -277,30 +291,36 @@ class Engine:
         return with_states(rows, outcomes, pending.hidden, self.model)
 
     def step(self) -> Step | None:
-        """Run schedule, launch and collect; return None when there is nothing to do."""
+        """Run one whole step: schedule, launch and collect. Return None if there is nothing to
+        do."""
         plan = self.schedule()
         return None if plan is None else self.collect(self.launch(plan))
 
     def fail_all(self, message: str) -> None:
-        """Fail every queued or running request; the next step sends the events."""
+        """Fail every queued or running request with this message; the next step sends their
+        RequestFailed events."""
         for job in [*self.jobs.running, *self.jobs.waiting.values()]:
             self._events += self._progress.fail(job, message)
 
     def reserve(self, request: Request, sender: bytes = b"") -> Reservation | None:
-        """Reserve blocks for the prefix a prefill worker will send; return None if they are short.
+        """Reserve blocks for the prefix of a request whose KV a prefill worker will send; return
+        None if blocks are short, that is, if the reservation is refused.
 
-        The caller retries the first refused request before every step; a refused request keeps the
-        arrival order of its first attempt. Reservations and queued requests get blocks in arrival
-        order, within a tenant by priority first: a reservation is refused while a queued request
-        that precedes it lacks blocks, and while it is refused, no request that it precedes gets
-        blocks. Raises the same errors as submit, except that max_waiting does not apply.
+        The caller retries the first refused reservation before every step; it keeps the arrival
+        order of its first attempt. Reservations and queued requests get blocks in the order of
+        their arrival, and within a tenant by priority first. So a reservation is refused while a
+        queued request that precedes it lacks blocks; and after a refusal, queued requests behind
+        the refused one get no blocks in the next step. Raises the same errors as `submit`, except
+        that the queue's limit does not apply.
 
-        `sender`: digest of the prefill worker's KV identity, if it differs from this engine's. The
-        blocks then match and enter the prefix cache for that pair of identities only.
+        `sender`: digest of the prefill worker's KV identity if it differs from this engine's. The
+        prefix cache then shares the blocks only with requests that have the same `sender`.
         """
         if request.prefill_only or request.needs_whole_prompt:
             raise InvalidRequest(
-                "the worker that generates the output must also compute this prompt", "prompt"
+                "the worker that generates the output must also compute this prompt; it cannot "
+                "receive the prompt's KV from a prefill worker",
+                "prompt",
             )
         job = self._new_job(request, self._refused.get(request.key), sender)
         if not job.unfinished:
@@ -322,28 +342,31 @@ class Engine:
         return reservation
 
     def verified(self, reservation: Reservation, num_tokens: int) -> int:
-        """Add full blocks of the first `num_tokens` received tokens to the prefix cache.
+        """Add the full blocks of a reservation's first `num_tokens` tokens, which have been
+        received and verified, to the prefix cache.
 
-        Returns the number of tokens cached so far; they stay cached when the reservation is
-        released. Raises ValueError if the reservation is not open or has fewer tokens.
+        Returns the number of the prefix's tokens cached so far; their blocks stay cached if the
+        reservation is released. Raises ValueError if the reservation is not open or has fewer than
+        `num_tokens` tokens.
         """
         return self.jobs.verified(reservation, num_tokens)
 
     def commit(self, reservation: Reservation) -> None:
-        """Queue the request of a reservation whose blocks have all KV. Raises ValueError if it is
-        not open."""
+        """Queue the request of a reservation whose blocks have been filled completely. Raises
+        ValueError if the reservation is not open."""
         self.jobs.commit(reservation)
         self._events += self._progress.end_complete(reservation.job)
 
     def release(self, reservation: Reservation) -> None:
-        """Free the blocks of a reservation that is open or was aborted; no event follows. Raises
-        ValueError if it was committed or released."""
+        """Free the blocks of an open reservation and drop its request; no event follows. Does
+        nothing if the reservation was aborted; raises ValueError if it was committed or
+        released."""
         self.jobs.release(reservation)
 
     def chain(self, request: Request) -> list[bytes]:
-        """Return the chain hashes of the full blocks of a request's prefix; any thread may call it.
-        Empty without a prefix cache, and with window layers, which cannot reuse a part of a
-        prompt."""
+        """Return the chain hashes of the full blocks of a request's prefix (prefix_ids); any thread
+        may call this method. Returns an empty list if the prefix cache is disabled or the model has
+        window layers, which cannot reuse a part of a prompt."""
         tables = self.jobs.tables
         if any(tables.windows):
             return []
@@ -351,15 +374,17 @@ class Engine:
         return tables.hashes(prefix_ids(request), seed_hash)
 
     def num_found(self, chain: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a chain are in the prefix cache."""
+        """Return how many blocks at the start of a chain, given by their hashes, are in the prefix
+        cache."""
         return self.jobs.tables.num_found(chain)
 
     def held_blocks(self, key: str) -> list[list[int]]:
-        """Return the blocks, per group, of a held request, or of a prefill_only one from Scheduled
-        on.
+        """Return the blocks of a request in each layer group, so that a KV transfer can read them.
+        The request must be held, or be a prefill_only request that has been scheduled.
 
-        Block i holds tokens [i * block_size, (i + 1) * block_size); it is 0 if the window has
-        passed it. Raises KeyError if the request has no such blocks.
+        Block i of a group holds tokens [i * block_size, (i + 1) * block_size); it is 0 if the
+        attention window has passed these tokens. Raises KeyError if the request is unknown, has no
+        blocks or is not of these kinds.
         """
         job = self.jobs.by_key[key]
         if not job.sequences or not (job.request.prefill_only or key in self.jobs.held):
@@ -367,25 +392,26 @@ class Engine:
         return [list(table) for table in job.sequences[0].block_tables]
 
     def release_held(self, key: str) -> None:
-        """End a held request and free its blocks; no event follows. Raises KeyError if not held."""
+        """End a held request and free its blocks; no event follows. Raises KeyError if the request
+        is not held."""
         self.jobs.end(self.jobs.held[key])
 
     def wake_with(self, wake: Callable[[], None]) -> None:
-        """Set the callback, for any thread, that a request that waited for its grammar may
-        continue."""
+        """Set the callback that is called when a request that waited for its grammar may continue.
+        It may be called on any thread."""
         self._constraints.wake = wake
 
     def load_grammars(self) -> None:
-        """Prepare for grammars. Takes about a second, during which no thread of this process runs
-        Python; otherwise the first request with a grammar pays that time."""
+        """Prepare the tokenizer for grammars, so that the first request with a grammar need not
+        wait for it. Takes about a second, during which no thread of this process runs Python."""
         self._constraints.load()
 
     def close(self) -> None:
-        """End the threads and the process that grammars use."""
+        """End the threads and the sandbox process that grammars use."""
         self._constraints.close()
 
     def stats(self) -> EngineStats:
-        """Return the current statistics."""
+        """Return a snapshot of the engine's statistics."""
         jobs = self.jobs
         computing = [s for job in jobs.running for s in job.sequences if s.num_left > 1]
         return EngineStats(
@@ -411,11 +437,14 @@ class Engine:
         )
 
     def discrepancy(self, recount: bool = False) -> str:
-        """Describe block inconsistencies (scheduling.discrepancy); empty if there are none."""
+        """Describe the first inconsistency between the block pools and the requests; empty if there
+        is none. `recount`: also compare all reference counts, which takes longer."""
         return discrepancy(self.jobs, recount)
 
     def _oldest(self) -> dict[str, float]:
-        """Return, by block state, the seconds since the oldest such request arrived; 0 if none."""
+        """Return the age in seconds, since arrival, of the oldest request that holds blocks, for
+        each state of requests: "used", "held", "parked" and "reserved"; 0 for a state without such
+        requests."""
         jobs, now = self.jobs, self._clock()
         return {
             state: max((now - job.arrived_s for job in state_jobs if job.sequences), default=0.0)
@@ -428,7 +457,9 @@ class Engine:
         }
 
     def take_prefix_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Return chain hashes (added, removed) since the last call, of the first full group."""
+        """Return the chain hashes that the prefix cache has gained and lost since the last call, as
+        (added, removed). In a model with several layer groups they are those of the first group
+        with full attention."""
         return self.jobs.tables.take_prefix_events()
 
     def _new_job(
@@ -448,7 +479,8 @@ class Engine:
         return RequestState(request, order, self._clock(), max_tokens, seed_hash, pooling)
 
     def _constrain(self, job: RequestState) -> None:
-        """Make the constraints of a new job; its grammar compiles in the background."""
+        """Make the constraints of a new request, if it has any; its grammar is compiled on another
+        thread."""
         request = job.request
         if has_constraints(request.params) and request.generates:
             job.constraints = self._constraints.of_request(request, job.generated, self._clock())
@@ -456,7 +488,8 @@ class Engine:
             self._constrained.append(job)
 
     def _poll_constraints(self) -> None:
-        """Fail requests with a wrong grammar; end choices that it now shows to be complete."""
+        """Check the requests that wait for their grammars: fail those whose grammar is wrong, and
+        end choices whose grammar shows them to be complete."""
         remaining: list[RequestState] = []
         for job in self._constrained:
             constraints = job.constraints
@@ -469,7 +502,7 @@ class Engine:
             except GrammarError as error:
                 self._events += self._progress.fail(job, str(error), error.param)
             except Exception as error:
-                log.exception("checking the constraints of a request failed")
+                log.exception("checking the constraints of a request failed; the request fails")
                 message = f"{type(error).__name__}: {error}"
                 self._events += self._progress.fail(job, message)
             if self.jobs.by_key.get(job.key) is job:
@@ -479,7 +512,7 @@ class Engine:
         self._constrained = remaining
 
     def _is_active(self, job: RequestState) -> bool:
-        """Whether the job is queued or running."""
+        """Whether the request is queued or running."""
         return self.jobs.waiting.get(job.key) is job or job in self.jobs.running
 
     def _fail_step(self, plan: Plan, message: str) -> list[Event]:

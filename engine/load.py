@@ -1,6 +1,6 @@
-"""Loads a model by the engine's options: its device and task, the decoder with its weights, and the
-model card. In-situ quantization (--isq) selects formats for the weights while they load.
-"""
+"""Loads a model according to the engine's options: its device, its task, the decoder with its
+weights, and the model card. With --isq, weights are quantized while they load; this module chooses
+their formats."""
 
 import logging
 import os
@@ -58,7 +58,8 @@ QKV = (MatrixRole.OTHER, MatrixRole.KEY, MatrixRole.VALUE)
 
 
 def isq_formats(type: str, model: ModelConfig, checkpoint: ViewedCheckpoint) -> dict[str, str]:
-    """Return the format, by name, of each matrix that is stored as plain numbers.
+    """Return the quantization format for each matrix, by name, that is stored as plain numbers.
+    `type`: a value of --isq.
 
     Vectors, routers and matrices that are already quantized stay as they are. The formats equal
     those in the file that `pdserve quantize` writes for the same model. Raises CheckpointError if
@@ -78,7 +79,7 @@ def isq_formats(type: str, model: ModelConfig, checkpoint: ViewedCheckpoint) -> 
     for format, count in quantized.items():
         log.warning("%d matrices are stored as %s and are not quantized again", count, format)
     for reason, count in unfit.items():
-        log.info("%d matrices: %s", count, reason)
+        log.info("%d matrices get another format than planned: %s", count, reason)
     return formats
 
 
@@ -90,7 +91,8 @@ def _num_experts(model: ModelConfig) -> int:
 def _matrices(
     model: ModelConfig, checkpoint: ViewedCheckpoint
 ) -> Iterator[tuple[str, MatrixRole, int]]:
-    """Yield name, role and layer of each matrix."""
+    """Yield the name, the role (for quantization) and the layer number of each matrix of a
+    model."""
     yield EMBEDDING, MatrixRole.HEAD if model.tied_head else MatrixRole.OTHER, 0
     for n in range(model.num_layers):
         for name, role in _layer_matrices(layer_parts(model, n), checkpoint):
@@ -123,7 +125,8 @@ def _layer_matrices(
 
 
 def _role_after(part: Part | None) -> MatrixRole:
-    """Return the role of the matrix that follows `part`."""
+    """Return the quantization role of the matrix that follows `part` in a layer: the output
+    projection after attention, the down projection after a gate or activation."""
     match part:
         case Attention():
             return MatrixRole.OUTPUT
@@ -139,7 +142,8 @@ Progress = Callable[[str, float], None]
 
 
 def resolve_device(device: str) -> str:
-    """Return "cpu" or "cuda" for --device. Raises ValueError if a required GPU is not usable."""
+    """Return "cpu" or "cuda" for a value of --device. Raises ValueError for "cuda" if no GPU can be
+    used; "auto" then selects the CPU."""
     if device == "cpu":
         return device
     problem = _gpu_problem()
@@ -152,7 +156,7 @@ def resolve_device(device: str) -> str:
 
 
 def _gpu_problem() -> str:
-    """Return why no GPU can compute; empty if one can."""
+    """Return the reason why this process cannot compute on a GPU; empty if it can."""
     try:
         import torch
     except ModuleNotFoundError:
@@ -168,21 +172,23 @@ def _gpu_problem() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelTask:
-    """Task of a model; without pooling and scores it generates text."""
+    """Task that a model is loaded for: embeddings if `pooling` is set, scores of a reranker if
+    `scores` is set, otherwise text generation."""
 
     pooling: StoredPooling | None = None  # set for an embedding model
     scores: bool = False
 
     @property
     def kind(self) -> str:
-        """Pooling kind of the embeddings; empty if the model makes none."""
+        """Kind of pooling of an embedding model, "last" or "mean"; empty for other tasks."""
         return self.pooling.kind if self.pooling else ""
 
     def of(self, model: ModelConfig) -> ModelConfig:
-        """Return the model config for this task.
+        """Return the config of the model, adapted to this task.
 
-        An embedding model needs no head: a head tied to the embedding table costs nothing, and a
-        stored head is not loaded. The context is at most the maximum length in the pooling files.
+        An embedding model needs no output head: a head tied to the embedding table costs nothing,
+        and a stored head is not loaded. Its context is at most the maximum length given in its
+        pooling files.
         """
         if self.pooling is None:
             return model
@@ -191,8 +197,12 @@ class ModelTask:
 
 
 def find_task(config: EngineConfig, checkpoint: Checkpoint, has_head: bool) -> ModelTask:
-    """Return the task of a model; `has_head`: it can compute logits. Raises ValueError for options
-    that contradict each other, CheckpointError if the model cannot do the task."""
+    """Return the task of a model, from the options and the checkpoint. `has_head`: the model has an
+    output head, which computes logits.
+
+    Raises ValueError if options contradict each other, and CheckpointError if the model cannot do
+    the task.
+    """
     for field, value in CAUSAL.items():
         if checkpoint.hf_config.get(field) is value:
             raise CheckpointError(
@@ -230,7 +240,8 @@ def _stored_pooling(config: EngineConfig, checkpoint: Checkpoint) -> StoredPooli
 
 
 def score_ids(tokenizer_json: bytes) -> tuple[int, int]:
-    """Return the ids of the tokens `yes` and `no`. Raises CheckpointError if one is missing."""
+    """Return the token ids of "yes" and "no", whose logits a reranker's score compares. Raises
+    CheckpointError if the vocabulary lacks one of them."""
     tokenizer = load_tokenizer(tokenizer_json)
     yes, no = tokenizer.token_to_id(YES), tokenizer.token_to_id(NO)
     if yes is None or no is None:
@@ -242,7 +253,8 @@ def score_ids(tokenizer_json: bytes) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run."""
+    """A loaded model: its decoder with weights, the backend that computes it, and its model
+    card."""
 
     decoder: ModelDecoder
     backend: Backend
@@ -250,7 +262,8 @@ class LoadedModel:
 
 
 def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
-    """Find, read and expand the model that `config` names.
+    """Find or download the model that `config.model` names, and load its weights in the format that
+    the options demand.
 
     `progress` receives the current activity and its completed fraction, from any thread. Raises
     CheckpointError with a message for the user, and ValueError for options that contradict each
@@ -278,7 +291,7 @@ def _load(
     isq: str,
     progress: Progress,
 ) -> LoadedModel:
-    """Load the resolved model. Raises CheckpointError or UnsupportedModel."""
+    """Load the model whose files have been found. Raises CheckpointError or UnsupportedModel."""
     opened = under_model(open_checkpoint(resolved.path))
     spec = find_spec(opened.hf_config)
     model = spec.parse(opened.hf_config)
@@ -299,7 +312,7 @@ def _load(
     expanded = sorted(set(checkpoint.expanded()) - quantized.keys())
     if expanded and backend.weights_format is None:
         log.warning(
-            "%d weights are kept as float32: their stored format has no transpose (%s%s)",
+            "%d weights are kept as float32: their stored format has no transposed form (%s%s)",
             len(expanded),
             ", ".join(expanded[:3]),
             ", ..." * (len(expanded) > 3),
@@ -311,13 +324,14 @@ def _load(
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open the checkpoint in a GGUF file or a model directory. Raises CheckpointError."""
+    """Open the checkpoint at `path`, a GGUF file or a model directory. Raises CheckpointError."""
     return DirectoryCheckpoint(path) if path.is_dir() else GgufCheckpoint(path, find_mapping)
 
 
 def find_mapping(arch: str) -> tuple[str, GgufMapping]:
-    """Return the architecture's name and its GGUF mapping, by GGUF's general.architecture. Raises
-    CheckpointError that lists the known values."""
+    """Return the architecture's name and its mapping of GGUF tensors, for a value of
+    `general.architecture` in a GGUF file. Raises CheckpointError for an unknown value; the message
+    lists the known ones."""
     specs = {spec.gguf.arch: spec for spec in known_specs() if spec.gguf}
     if arch not in specs:
         names = ", ".join(sorted(specs))
@@ -328,7 +342,8 @@ def find_mapping(arch: str) -> tuple[str, GgufMapping]:
 
 
 def _text_files(checkpoint: Checkpoint) -> TextFiles:
-    """Return the text files, from the cache if they have not changed since an earlier start."""
+    """Return the checkpoint's text files (tokenizer, chat template and the like), from a cache if
+    the files have not changed since an earlier start."""
     cache = TextCache()
     text = cache.get(checkpoint.text_paths)
     if text is None:
@@ -345,7 +360,8 @@ def _load_weights(
     cache: DigestCache,
     progress: Progress,
 ) -> tuple[ModelDecoder, str]:
-    """Return (decoder, weights digest)."""
+    """Load the weights into a decoder that `backend` builds. Return the decoder and the digest of
+    the weights."""
     digest = cache.get(checkpoint.files)
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     activity = "quantizing weights" if quantized else "loading weights"

@@ -1,12 +1,12 @@
 """The engine's thread: the only one that uses the Engine between start() and close().
 
-Every turn of the thread moves its LivenessCounter. During a step the counter also moves by itself
-once a second, for a multiple of the time that the step should take. A chunk that takes a minute on
-a slow machine therefore counts as alive; a step that hangs counts as dead after that time.
+The thread works in turns: each turn runs the posted calls, then the polls, then an engine step.
+Only close() ends the thread: errors are logged, and the requests concerned fail. After the device
+is lost, the thread runs no more steps.
 
-Each turn runs the posted calls, then the polls, then an engine step. Only close() ends the thread:
-errors are logged, and the requests concerned fail. After the device is lost, the thread runs no
-steps.
+Every turn moves the thread's LivenessCounter. During a step the counter also moves by itself once a
+second, for at most a multiple of the time that the step should take. So a chunk that takes a minute
+on a slow machine counts as alive, and a step that hangs counts as dead after that time.
 """
 
 import logging
@@ -31,26 +31,28 @@ IDLE_TURN_S = 1.0  # so that an engine that waits for blocks still takes turns a
 
 
 class LivenessCounter:
-    """Monotonic counter: the engine's thread calls `beat`, any thread calls `read`."""
+    """Counter that grows while the engine's thread is alive. The engine's thread calls `beat`; any
+    thread may call `read`."""
 
     def __init__(self) -> None:
         self._last = (0, 0.0, 0.0)  # count, time of the beat, seconds it moves by itself
 
     def beat(self, now: float, expected_s: float = 0.0) -> None:
-        """Record the start of a turn, or of a step that should take `expected_s` seconds."""
+        """Move the counter at the start of a turn, or of a step that should take `expected_s`
+        seconds. `now`: current time in seconds."""
         self._last = (self.read(now) + 1, now, SLACK * expected_s)
 
     def read(self, now: float) -> int:
-        """Return the counter's value."""
+        """Return the counter's value at the time `now`, in seconds."""
         count, since, moving_s = self._last
         return count + int(max(0.0, min(now - since, moving_s)) / MOVES_S)
 
 
 class EngineThread:
-    """Runs an engine and calls `on_step`, which must not block.
+    """Thread that runs an engine and passes each Step to `on_step`, which must not block.
 
-    Events that a plan already has (Scheduled) arrive before the step is computed, as a step without
-    rows; so `on_step` may read the engine but must not change it.
+    Events that are known when a step is planned (Scheduled) are passed on before the step is
+    computed, as a Step without rows. So `on_step` may read the engine but must not change it.
     """
 
     def __init__(self, engine: Engine, on_step: Callable[[Step], None]) -> None:
@@ -71,31 +73,36 @@ class EngineThread:
 
     @property
     def liveness(self) -> int:
-        """Counter that moves with every turn and, within a step, once a second for as long as the
-        step may take; any thread may read it."""
+        """Value of the thread's LivenessCounter, which grows with every turn and, within a step,
+        once a second for as long as the step may take; any thread may read it."""
         return self._liveness.read(time.monotonic())
 
     @property
     def busy(self) -> bool:
-        """Whether the thread has work, so that its counter should move; any thread may read it."""
+        """Whether the thread has work, so that `liveness` must grow unless the thread hangs; any
+        thread may read it."""
         return not self._resting or bool(self._posted)
 
     @property
     def lost(self) -> str:
-        """Why the device is lost; empty while it works. No event ends its requests: a worker's
-        router places them elsewhere, and in-process callers check this property. Any thread may
-        read it."""
+        """Error because of which the device is lost; empty while the device works. Any thread may
+        read it.
+
+        After the loss no event ends the engine's requests: a worker's router sends them to other
+        workers, and callers in the same process must check this property.
+        """
         return self._lost
 
     def passes_over(self, key: str) -> bool:
-        """Whether the current or last step has rows of other requests only; any thread may call it.
-        False if that step has no rows."""
+        """Whether the current or last step computes rows of other requests but none of the request
+        `key`; any thread may call this method. False if that step has no rows."""
         plan = self._step_plan
         rows = plan.rows if plan is not None else ()
         return bool(rows) and all(row.sequence.job.request.key != key for row in rows)
 
     def stack(self) -> str:
-        """Return the thread's stack as text; any thread may call it."""
+        """Return the call stack of the engine's thread as text, for diagnosis; any thread may call
+        this method."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return (
             "".join(traceback.format_stack(frame))
@@ -104,11 +111,12 @@ class EngineThread:
         )
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, which begins to run engine steps."""
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after its turn, cancel calls still posted, and close the engine."""
+        """End the thread after its current turn, cancel posted calls that have not run, and close
+        the engine."""
         with self._woken:
             self._closing = True
             self._woken.notify()
@@ -118,8 +126,9 @@ class EngineThread:
         self._engine.close()
 
     def post(self, fn: Callable[[Engine], object]) -> "Future[Any]":
-        """Call fn(engine) between steps, in posting order; the future has its result, and is
-        cancelled after `close`."""
+        """Have the engine's thread call fn(engine) between steps, in the order of posting. Return a
+        future of the result; it is cancelled if the thread is closed before the call. Any thread
+        may call this method."""
         future: Future[Any] = Future()
         with self._woken:
             if self._closing:
@@ -131,14 +140,15 @@ class EngineThread:
         return future
 
     def add_poll(self, fn: Callable[[], bool]) -> None:
-        """Call fn() in every turn; it returns True if it has more to do at once."""
+        """Have the engine's thread call fn() in every turn; fn returns True if the next turn should
+        follow at once."""
         with self._woken:
             self._polls = [*self._polls, fn]
             self._wake = True
             self._woken.notify()
 
     def wake(self) -> None:
-        """Make an idle thread take a turn, so that the polls run."""
+        """Make the engine's thread take a turn if it is idle, so that the polls run."""
         with self._woken:
             self._wake = True
             self._woken.notify()
@@ -178,11 +188,11 @@ class EngineThread:
             try:
                 more |= poll()
             except Exception:
-                log.exception("a poll of the engine thread failed")
+                log.exception("a polled function raised an error; the engine thread continues")
         return more
 
     def _step(self) -> bool:
-        """Run one step; return False if the engine had nothing to do."""
+        """Run one engine step; return False if there was nothing to do."""
         if self._lost:
             return False
         try:
@@ -203,14 +213,14 @@ class EngineThread:
         return pending is not None
 
     def _plan(self) -> Plan | None:
-        """Plan the next step; pass on its first events at once."""
+        """Plan the next step, and pass on at once the events that are already known."""
         plan = self._step_plan = self._engine.schedule()
         if plan is not None and plan.events:
             self._send_events(self._engine.announce(plan))
         return plan
 
     def _launch(self) -> Pending | None:
-        """Start the next step; return None if there is nothing to do."""
+        """Plan and start the next step; return None if there is nothing to do."""
         plan = self._plan()
         if plan is None:
             return None
@@ -218,12 +228,14 @@ class EngineThread:
         return self._engine.launch(plan)
 
     def _record_step(self, plan: Plan) -> None:
-        """Record the step that this thread waits for from now on."""
+        """Record the plan that the thread is about to wait for, and the time that it should take,
+        for `liveness` and `passes_over`."""
         self._step_plan = plan
         self._liveness.beat(time.monotonic(), self._engine.expected_s(plan))
 
     def _fail_requests(self, error: Exception) -> bool:
-        """Fail all requests; return False if that raises: the next turn comes after a second."""
+        """Fail all queued and running requests because of this error. Return False if failing them
+        raises an error too; the next turn then follows after a pause."""
         log.error("an engine step failed; all requests of the engine fail", exc_info=error)
         try:
             self._engine.fail_all(f"{type(error).__name__}: {error}")
@@ -239,7 +251,7 @@ class EngineThread:
         try:
             self._on_step(step)
         except Exception:
-            log.exception("on_step raised an error for step %d", step.index)
+            log.exception("the on_step callback raised an error for step %d", step.index)
 
     def _cancel_posted(self) -> None:
         while self._posted:

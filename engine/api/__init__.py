@@ -1,4 +1,5 @@
-"""What callers of the engine use: requests, events, options and bounds."""
+"""Public types of the engine: requests, events, errors, options, and bounds of sampling
+parameters."""
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.api.request import (

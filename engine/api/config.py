@@ -1,4 +1,5 @@
-"""Options of an engine, and `option`, which defines an option of an engine or of a process.
+"""The engine's options (`EngineConfig`), and `option`, which declares a dataclass field as a
+command-line option of the engine or of any other process.
 
 Pure; it imports no other module of pdserve, so that engine and services can both use it.
 """
@@ -18,10 +19,11 @@ def option(
     secret: bool = False,
     flag: str | None = None,
 ) -> Any:
-    """A dataclass field that is also a command-line option.
+    """Return a dataclass field that is also a command-line option.
 
-    `secret` values are masked wherever settings are shown; `flag` overrides the flag's name. The
-    field's metadata omits absent properties.
+    `secret`: mask the value wherever settings are shown. `flag`: use this name for the command-line
+    flag instead of the one derived from the field's name. Arguments left at their defaults do not
+    appear in the field's metadata.
     """
     metadata: dict[str, Any] = {"help": help}
     properties = {
@@ -42,7 +44,7 @@ class EngineConfig:
     model: str = option(
         "", "GGUF file, model directory or Hugging Face id; empty: the bundled model"
     )
-    served_name: str = option("", "name that clients use; empty: derived from the model")
+    served_name: str = option("", "model name that clients use; empty: derived from --model")
     task: str = option(
         "auto",
         "task to serve: generate, embed, or score (a reranker that answers yes or no about a "
@@ -83,7 +85,8 @@ class EngineConfig:
     )
     isq: str = option(
         "",
-        "quantize unquantized weights while they load: q4_0, q4_1, q5_0, q5_1, q8_0, q2k to q6k",
+        "quantize unquantized weights to this format while they load: q4_0, q4_1, q5_0, q5_1, "
+        "q8_0, q2k to q6k; empty: do not quantize",
     )
     kv_dtype: str = option(
         "auto",
@@ -92,7 +95,7 @@ class EngineConfig:
         choices=("auto", "float32", "bf16", "float16", "int8"),
     )
     block_size: int = option(32, "tokens per KV block", min=1, max=1024)
-    kv_tokens: int = option(0, "KV pool size in tokens; 0: from free memory", min=0)
+    kv_tokens: int = option(0, "KV pool size in tokens; 0: as many as fit in free memory", min=0)
     host_engines: int = option(
         1, "engines that share this machine's free memory, when the KV pool is sized from it", min=1
     )
@@ -101,9 +104,16 @@ class EngineConfig:
         0, "tokens per prefill chunk; 0: measured at start, about 100 ms of work", min=0
     )
     step_tokens: int = option(
-        0, "token budget of one step; 0 (also the minimum): max_running + one chunk", min=0
+        0,
+        "maximum tokens that one step computes; 0 (also the minimum): max_running + one prefill "
+        "chunk",
+        min=0,
     )
     context_len: int = option(0, "maximum context length in tokens; 0: the model's maximum", min=0)
-    prefix_cache: bool = option(True, "keep and reuse the KV of common prefixes")
-    max_waiting: int = option(256, "maximum queued requests; further requests are refused", min=1)
+    prefix_cache: bool = option(
+        True, "keep the KV of prompts in memory and reuse it for prompts that begin equally"
+    )
+    max_waiting: int = option(
+        256, "maximum requests that wait in the queue; further ones are refused", min=1
+    )
     threads: int = 0  # compute threads; 0: the backend decides. Set by the launcher, no option

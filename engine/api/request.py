@@ -1,6 +1,7 @@
 """Requests, events and errors of the engine: plain data, no torch, no I/O.
 
-A request carries its whole state: a first start is a resume whose choices are empty.
+A request carries everything that is needed to continue it on any engine. A new request is the
+special case in which no choice has generated tokens yet.
 """
 
 import re
@@ -11,7 +12,11 @@ from typing import NamedTuple
 
 
 class EngineError(Exception):
-    """A request that the engine rejects, with a message that clients may see."""
+    """Base class of errors for a request that the engine rejects.
+
+    The message may be shown to clients. `param`: the request field at fault; empty if there is
+    none.
+    """
 
     def __init__(self, message: str, param: str = "") -> None:
         super().__init__(message)
@@ -19,11 +24,11 @@ class EngineError(Exception):
 
 
 class InvalidRequest(EngineError):
-    """A field is invalid, or this engine can never run the request."""
+    """The request has an invalid field, or this engine can never run it."""
 
 
 class ContextLengthExceeded(EngineError):
-    """The prompt and its completion can never fit."""
+    """The prompt and its completion are longer than the model's context or the engine's KV pool."""
 
 
 # The text of `context_exceeded`. Groups: context, prompt and completion, in tokens.
@@ -33,8 +38,9 @@ CONTEXT_EXCEEDED = re.compile(
 
 
 def context_exceeded(context_len: int, prompt_len: int, max_tokens: int, prompt_name: str) -> str:
-    """Return the error text for a prompt and completion that exceed the context, in OpenAI's words,
-    which clients parse. `prompt_name`: the client's name for the prompt."""
+    """Return the error message for a request that exceeds the context, in OpenAI's words, because
+    clients parse them. Lengths are in tokens. `prompt_name`: what the client's API calls the
+    prompt."""
     return (
         f"This model's maximum context length is {context_len} tokens. However, you requested "
         f"{prompt_len + max_tokens} tokens ({prompt_len} in the {prompt_name}, {max_tokens} in the "
@@ -43,11 +49,12 @@ def context_exceeded(context_len: int, prompt_len: int, max_tokens: int, prompt_
 
 
 class QueueFull(EngineError):
-    """The bounded queue is full; the caller may retry later."""
+    """A queue of the engine (of requests, or of grammars to compile) is full; the caller may retry
+    later."""
 
 
 class FinishReason(Enum):
-    """Why a choice ended."""
+    """Reason why a choice, one of a request's n completions, ended."""
 
     STOP = "stop"  # an eos id, a stop token id, or the end of a grammar
     LENGTH = "length"  # max_tokens, or the end of the context
@@ -58,7 +65,8 @@ class FinishReason(Enum):
 class Grammar:
     """Grammar that the text of a choice must match.
 
-    `source` is in llguidance's format: JSON of a list of grammars, each of Lark or a JSON schema.
+    `source` is in llguidance's format: a JSON list of grammars, each either in Lark syntax or a
+    JSON schema.
     """
 
     source: str
@@ -67,7 +75,8 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """Maximum number of thinking ids of a choice; at the limit `end_ids` are forced."""
+    """Maximum number of tokens that a choice may spend on thinking before its answer. When the
+    limit is reached, the choice must generate `end_ids`, the token ids that end thinking."""
 
     max_tokens: int  # without end_ids
     end_ids: tuple[int, ...]
@@ -78,9 +87,9 @@ class ThinkingBudget:
 class ClientParams:
     """Sampling parameters that mean the same to a client and to the engine.
 
-    The requests of HTTP, gRPC and Python and the engine's SamplingParams extend this class, and
-    conversions between them go by field name. None is the model's value, else the default that
-    SamplingParams has.
+    The request classes of HTTP, gRPC and Python and the engine's SamplingParams extend this class;
+    conversions between them copy fields by name. A parameter that is None takes the value that the
+    model recommends, or else the default of SamplingParams.
     """
 
     temperature: float | None = None  # 0 is greedy
@@ -105,8 +114,11 @@ class ClientParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(ClientParams):
-    """The engine's sampling parameters, whose bounds submit checks: no None where the engine
-    computes, and token ids in place of texts."""
+    """Sampling parameters as the engine uses them.
+
+    In contrast to ClientParams, numbers that the engine computes with are never None, and token ids
+    replace texts. `Engine.submit` checks their bounds.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -123,7 +135,8 @@ class SamplingParams(ClientParams):
 
 @dataclass(frozen=True, slots=True)
 class ChoiceState:
-    """State of one choice before this start."""
+    """What a choice had generated before its request came to this engine, and why it ended, if it
+    has."""
 
     generated_ids: tuple[int, ...] = ()
     finish: FinishReason | None = None
@@ -131,13 +144,13 @@ class ChoiceState:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt, its params, and the state to continue from.
+    """One prompt, its sampling parameters, and the state of its choices to continue from.
 
-    `key`: name inside the engine; services use the attempt in hex.
-    `seed`: always set; the tokens are a function of (prompt, generated, params, seed).
-    `pool`: generates nothing; the one output is `Pooled`.
+    `key`: unique name inside the engine; services use the hex id of the attempt.
+    `seed`: always set; the tokens are a function of (prompt, generated ids, params, seed).
+    `pool`: compute an embedding; no tokens are generated, and the only output is a `Pooled` event.
     `tenant`: owner of the request; tenants take turns.
-    `priority`: among a tenant's requests, lower values come first.
+    `priority`: among the requests of one tenant, lower values run first.
     """
 
     key: str
@@ -153,27 +166,31 @@ class Request:
 
     @property
     def generates(self) -> bool:
-        """Whether its choices sample tokens."""
+        """Whether the request samples tokens: False for embeddings and prefill_only requests."""
         return not (self.prefill_only or self.pool)
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether the engine that makes the output must compute the prompt, not receive its KV."""
+        """Whether the engine that produces the output must compute the whole prompt itself, so that
+        it cannot receive the prompt's KV from a prefill worker."""
         return self.pool or self.params.prompt_logprobs is not None
 
 
 def prefix_of(prompt_ids: Sequence[int], unfinished: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the `prefix_ids` of a prompt and the generated ids of its unfinished choices."""
+    """Return the prompt ids, followed by the generated ids if exactly one choice is unfinished (see
+    `prefix_ids`). `unfinished`: the generated ids of each unfinished choice."""
     if len(unfinished) == 1:
         return (*prompt_ids, *unfinished[0])
     return tuple(prompt_ids)
 
 
 def prefix_ids(request: Request) -> tuple[int, ...]:
-    """Return the ids whose KV must exist before the first decode row, plus that row's token.
+    """Return the token ids that the model must process before a request's next token can be
+    sampled.
 
-    They are prompt + generated ids when exactly one choice is unfinished, and otherwise the prompt:
-    on a first start or with several unfinished choices.
+    KV of all these ids but the last must exist before the first decode step, which computes the
+    last one. The ids are the prompt and the generated ids if exactly one choice is unfinished. They
+    are only the prompt if nothing is generated yet or if several choices are unfinished.
     """
     return prefix_of(
         request.prompt_ids, [c.generated_ids for c in request.choices if c.finish is None]
@@ -182,7 +199,8 @@ def prefix_ids(request: Request) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability under the model, before temperature, penalties and masks."""
+    """Natural log-probability of a token, and of alternatives to it, under the model: before
+    temperature, penalties and masks."""
 
     logprob: float
     # (token id, logprob), best first; then those of logprob_token_ids.
@@ -191,7 +209,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """The request left the queue for its first step; its blocks are allocated."""
+    """Event: the request left the queue for its first step, and its KV blocks are allocated."""
 
     key: str
     cached_tokens: int
@@ -199,7 +217,7 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class PrefillComputed:
-    """KV of prompt tokens [0, num_tokens) is in the request's blocks."""
+    """Event: the KV of prompt tokens [0, num_tokens) is in the request's blocks."""
 
     key: str
     num_tokens: int
@@ -207,9 +225,10 @@ class PrefillComputed:
 
 
 class NewTokens(NamedTuple):
-    """Tokens of one choice; `position` counts its generated tokens from 0.
+    """Event: tokens that one choice generated; `position` is the index of the first of them among
+    all generated tokens of the choice.
 
-    A named tuple, because there is one for every token.
+    A named tuple, because it is faster to make than a dataclass and there is one for every token.
     """
 
     key: str
@@ -222,7 +241,7 @@ class NewTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptScored:
-    """Log-probabilities of prompt tokens 1..n-1."""
+    """Event: the log-probabilities of prompt tokens 1 to n - 1 (the first token has none)."""
 
     key: str
     logprobs: tuple[TokenLogprob, ...]
@@ -230,7 +249,7 @@ class PromptScored:
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """Pooled hidden state of the prompt: hidden_size float32 numbers, not normalized."""
+    """Event: the embedding of the prompt, hidden_size float32 numbers that are not normalized."""
 
     key: str
     values: tuple[float, ...]
@@ -238,9 +257,9 @@ class Pooled:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Every choice has ended and all blocks are released. The last event of a request.
+    """Last event of a request: every choice has ended, and all its blocks are released.
 
-    A prefill_only request ends with `PrefillComputed(done)` instead.
+    A prefill_only request ends with `PrefillComputed(done=True)` instead.
     """
 
     key: str
@@ -249,7 +268,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """The engine dropped the request and released all its blocks. The last event of a request."""
+    """Last event of a request that failed: the engine dropped it and released all its blocks."""
 
     key: str
     message: str  # for the client if param is set; otherwise internal, for the log
@@ -258,10 +277,8 @@ class RequestFailed:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """A parked request was dropped because its blocks were needed; all of them are released.
-
-    The last event of a request.
-    """
+    """Last event of a parked request that the engine dropped because other requests needed its
+    blocks; all its blocks are released."""
 
     key: str
 
@@ -280,7 +297,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Result of one engine step."""
+    """Result of one engine step: its index, its events, and its duration in seconds."""
 
     index: int
     events: tuple[Event, ...]

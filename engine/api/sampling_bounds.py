@@ -1,11 +1,12 @@
-"""Bounds of every sampling parameter: the one table from which each layer derives its checks.
+"""Bounds of every sampling parameter: the only table from which gateway, router, workers and engine
+derive their checks.
 
-Pure; it imports no other module of pdserve, so that gateway, router and workers can all read it.
+Pure; it imports no other module of pdserve, so that all of these can read it.
 
-`api` bounds what clients of REST, gRPC and the Python API may send. It equals OpenAI's limit where
-there is one: temperature up to 2, penalties from -2 to 2, biases from -100 to 100, 20
-log-probabilities and 128 choices. `engine` bounds what the engine computes and what its numerics
-need; the native sampler accepts all of that range and refuses only what it cannot compute.
+Each parameter has two ranges. `api` bounds what clients of REST, gRPC and the Python API may send.
+It equals OpenAI's limit where OpenAI has one: temperature up to 2, penalties from -2 to 2, biases
+from -100 to 100, 20 log-probabilities and 128 choices. `engine` bounds what the engine can compute
+with accurate results; the native sampler accepts all of that range.
 """
 
 import math
@@ -15,7 +16,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from `low` to `high`, both included unless `open_low` excludes `low`."""
+    """Range of numbers from `low` to `high`, both included; with `open_low`, `low` itself is
+    excluded."""
 
     low: float
     high: float = math.inf
@@ -26,7 +28,8 @@ class Range:
         return self.low <= value <= self.high and not (self.open_low and value == self.low)
 
     def __str__(self) -> str:
-        """Return text that follows `must be` in an error."""
+        """Return the range as words that follow "must be" in an error message, such as "at least
+        1"."""
         if self.high == math.inf:
             return f"at least {self.low:g}"
         limits = f"above {self.low:g} and at most" if self.open_low else f"from {self.low:g} to"
@@ -35,7 +38,8 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Ranges of one parameter; the module docstring explains the columns."""
+    """Allowed ranges of one sampling parameter: `api` for clients' requests, `engine` for the
+    engine."""
 
     api: Range
     engine: Range

@@ -1,7 +1,8 @@
-"""Backends that compute a model; one is chosen at load.
+"""Backends, which compute a model; one is chosen when the model is loaded.
 
-Each backend is a module here, named like its --kernels value, that defines a Backend named BACKEND;
-a module elsewhere calls `register`. A module is imported only when its backend is chosen.
+Each module of this folder is one backend: it is named like its value of --kernels and defines a
+Backend class as BACKEND. A backend elsewhere is added by `register`. A module is imported only when
+its backend is chosen.
 """
 
 import pkgutil
@@ -25,19 +26,20 @@ KV_DTYPES = {"bf16": "bfloat16"}  # option -> name; other names equal the option
 
 
 class ModelDecoder(Model, Protocol):
-    """A model with its weights."""
+    """A model with its weights, built by a backend."""
 
     @property
     def kv_groups(self) -> tuple[LayerGroup, ...]:
-        """Layout of the KV of its layers."""
+        """Layer groups of the model, with the layout of their keys and values."""
 
     @property
     def numerics(self) -> str:
-        """Numerics id: equal ids and inputs give equal floats, as far as the backend promises."""
+        """Id of the numerics: decoders with equal ids compute equal floats from equal inputs, as
+        far as the backend promises."""
 
 
 class Backend(ABC):
-    """Makes one engine's decoder, KV pool and sampling."""
+    """Factory of an engine's decoder, KV pool and sampling operations for one set of kernels."""
 
     name: ClassVar[str]  # value of --kernels
     kv_dtypes: ClassVar[Collection[str]] = ("float32", "bf16", "float16")  # accepted by --kv-dtype
@@ -45,23 +47,26 @@ class Backend(ABC):
     sampling: SamplingOps  # samples tokens from the decoder's logits
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raise ValueError for options that the backend cannot follow."""
+        """Make the backend for these options. Raises ValueError if it does not support one of
+        them."""
         self._config = config
 
     @classmethod
     def obstacle(cls, config: EngineConfig) -> str:
-        """Return the option that rules the backend out, as text; empty if none does."""
+        """Return the option because of which this backend cannot be used, as text for messages;
+        empty if it can."""
         return ""
 
     @property
     @abstractmethod
     def weights_format(self) -> str | None:
-        """Plain format to which matrices are expanded at load; None keeps them as stored."""
+        """Format, "F32" or "BF16", to which weight matrices are expanded at load; None keeps them
+        in the format in which they are stored."""
 
     @property
     @abstractmethod
     def default_kv_dtype(self) -> str:
-        """Default dtype of keys and values."""
+        """Data type of keys and values if --kv-dtype is "auto"."""
 
     @property
     def kv_dtype(self) -> str:
@@ -70,21 +75,24 @@ class Backend(ABC):
 
     @abstractmethod
     def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> ModelDecoder:
-        """Build the decoder of a model; it calls `weights` once for each tensor."""
+        """Build the decoder of a model. `weights` returns a tensor by name and is called once for
+        each tensor."""
 
     @abstractmethod
     def kv_cache(self, spec: KvSpec, num_blocks: Sequence[int]) -> KvCache:
-        """Build pools for that decoder, with `num_blocks[g]` blocks for group g of `spec`."""
+        """Build the KV pool of a decoder, with `num_blocks[g]` blocks for layer group g of
+        `spec`."""
 
     @abstractmethod
     def memory_bytes(self) -> int:
-        """Return the bytes that the pools of all engines on this machine may take."""
+        """Return how many bytes the KV pools of all engines on this machine may take together."""
 
     def prepare(self, decoder: ModelDecoder, kv: KvCache) -> None:  # noqa: B027  (not all need it)
-        """Do slow work that must precede the first step over the engine's pool."""
+        """Do slow work that needs the KV pool and must be done before the first step. Does nothing
+        by default."""
 
     def pool_bytes(self) -> int:
-        """Return the bytes that the pool of this engine may take."""
+        """Return how many bytes the KV pool of this engine may take."""
         return self.memory_bytes() // self._config.host_engines
 
 
@@ -92,20 +100,24 @@ _added: dict[str, type[Backend]] = {}
 
 
 def register(backend: type[Backend]) -> None:
-    """Make a backend known. Raises ValueError if its name is taken."""
+    """Add a backend defined outside this folder. Raises ValueError if another backend has its
+    name."""
     if backend.name in names():
         raise ValueError(f"backend {backend.name} is registered twice")
     _added[backend.name] = backend
 
 
 def names() -> Collection[str]:
-    """Return the names of all backends, without importing them."""
+    """Return the names of all backends; imports none of them."""
     return {*_added, *(module.name for module in pkgutil.iter_modules(__path__))}
 
 
 def choose(config: EngineConfig) -> type[Backend]:
-    """Return the backend for these options. Raises ValueError if it does not exist or needs a
-    package that is not installed, and for options that contradict each other."""
+    """Return the backend class for these options.
+
+    Raises ValueError if --kernels names no backend, if the backend needs a package that is not
+    installed, or if options contradict each other.
+    """
     name, reason = config.kernels, f"--kernels {config.kernels}"
     if name == "auto":
         preferred = PREFERRED[config.device]
@@ -125,7 +137,8 @@ def choose(config: EngineConfig) -> type[Backend]:
 
 
 def _find(name: str, reason: str) -> type[Backend]:
-    """Return a backend by name; `reason`: the option that selected it, for the error text."""
+    """Return the backend class with this name. Raises ValueError if there is none or if a package
+    it needs is not installed; `reason`: the option that selected the backend, for that message."""
     if name in _added:
         return _added[name]
     if name not in names():

@@ -1,4 +1,5 @@
-"""The CUDA backend: Triton kernels, weights packed on the device, batch-invariant results."""
+"""The CUDA backend: Triton kernels, weights packed on the device, and results that do not depend on
+what else is in the batch."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,7 +25,7 @@ WINDOWS_BYTES = 2 * SLOTS * DEVICE_SLOT_BYTES  # for two prefill workers that se
 
 
 class CudaBackend(Backend):
-    """Backend that computes in bfloat16 on a CUDA device."""
+    """Backend that computes in bfloat16 on a CUDA device with Triton kernels."""
 
     name = "cuda"
     copies_weights = True
@@ -69,14 +70,15 @@ class CudaBackend(Backend):
         return DeviceKvCache(spec, num_blocks, self._stream)
 
     def prepare(self, decoder: ModelDecoder, kv: KvCache) -> None:
-        """Record the CUDA graphs."""
+        """Record the CUDA graphs of decode steps, unless --enforce-eager is set."""
         assert isinstance(decoder, CudaDecoder)
         if not self._config.enforce_eager:
             decoder.record(CudaRecorder(self._stream), kv, self._config.max_running)
 
     def memory_bytes(self) -> int:
-        """Return a share of the free memory. Called after chunks were measured: torch keeps the
-        memory that they needed, so it does not count as free."""
+        """Return CUDA_SHARE of the device's free memory. The prefill chunk must have been measured
+        before, because torch keeps the memory that chunks need, and so it no longer counts as
+        free."""
         return int(torch.cuda.mem_get_info(self._device)[0] * CUDA_SHARE)
 
     def pool_bytes(self) -> int:
@@ -84,11 +86,11 @@ class CudaBackend(Backend):
 
 
 def steps_bytes(model: ModelConfig, rows: int) -> int:
-    """Estimate the bytes that steps of `rows` rows need.
+    """Estimate how many bytes of device memory the model's steps of `rows` rows need.
 
-    Counts the partial results of attention and the widest activations with their inputs for the
-    largest recorded step, whose memory the others share, and the partial results again for a step
-    that is not recorded.
+    Counts the partial results of attention and the widest activations with their inputs, for the
+    largest step recorded as a CUDA graph, whose memory smaller recorded steps share; and the
+    partial results a second time, for a step that is not recorded.
     """
     splits = -(-model.context_len // (LATENT_SPLIT if model.latent else SPLIT))
     partials = 4 * model.num_heads * splits * (model.head_dim + 2)
@@ -97,7 +99,8 @@ def steps_bytes(model: ModelConfig, rows: int) -> int:
 
 
 def cuda_numerics(capability: tuple[int, int], dtype: torch.dtype) -> str:
-    """Return what decides the bits of results: kernels, compiler, GPU capability and dtype."""
+    """Return the numerics id of this backend: the kernels' version, compiler, GPU capability and
+    dtype, which determine the bits of its results."""
     major, minor = capability
     name = str(dtype).removeprefix("torch.")
     return f"{KERNELS}+triton-{triton.__version__}/sm_{major}{minor}/{name}"

@@ -1,4 +1,4 @@
-"""The native CPU backend: C++ kernels, weights packed once, no torch."""
+"""The native CPU backend: C++ kernels that need no torch; weights are packed once, at load."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ EXPANDED = {"float32": "F32", "bf16": "BF16"}
 
 
 class NativeBackend(Backend):
-    """Backend of the native CPU kernels; see docs/cpu.md."""
+    """Backend with the native C++ kernels for CPUs; docs/cpu.md describes it."""
 
     name = "native"
     kv_dtypes = (*Backend.kv_dtypes, "int8")

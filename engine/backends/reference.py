@@ -1,4 +1,5 @@
-"""The torch backend on a CPU or a CUDA device: the oracle for faster backends."""
+"""The reference backend, in torch on a CPU or a CUDA device: tests compare faster backends with
+it."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,7 +23,8 @@ CUDA_SHARE = 0.85  # of free memory; the rest is for activations and others
 
 
 class ReferenceBackend(Backend):
-    """Backend of one compute dtype; weights kept as stored are expanded to it at each use."""
+    """Backend that computes in one dtype with torch. Weights that are kept in their stored format
+    are expanded to that dtype at each use."""
 
     name = "reference"
 
@@ -59,7 +61,8 @@ class ReferenceBackend(Backend):
 
 
 def reference_numerics(device: torch.device, dtype: torch.dtype) -> str:
-    """Return what decides the bits of results: kernels, torch, instruction set or GPU, dtype."""
+    """Return the numerics id of this backend: kernels' version, torch version, CPU instruction set
+    or GPU, and dtype, which determine the bits of its results."""
     isa = (
         torch.cuda.get_device_name()
         if device.type == "cuda"

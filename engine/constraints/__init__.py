@@ -1,6 +1,8 @@
-"""Constraints on the tokens of a choice: allowed ids, bad words, a thinking budget, a grammar.
+"""Constraints on which tokens a choice may generate: allowed ids, bad words, a thinking budget, a
+grammar.
 
-Each says which tokens may come next, as a function of the ids that the choice has generated.
+Each constraint says which tokens may come next, as a function of the ids that the choice has
+generated.
 """
 
 from pdserve.engine.constraints.manager import (

@@ -1,7 +1,8 @@
-"""The constraints of a request's choices, from the check of its parameters to its end.
+"""Constraints on the tokens of a request's choices: checks their parameters, makes them, and
+releases them when the request ends.
 
-They are a function of the params and of the generated ids, so a request that resumes here or on
-another worker rebuilds them and gets the same tokens.
+Constraints are a function of the parameters and of the generated ids. So a request that resumes on
+this worker or on another rebuilds them and gets the same tokens.
 """
 
 import time
@@ -30,7 +31,8 @@ from pdserve.engine.constraints.masks import AllowedIds, BadWords, Bitmask, Thin
 
 
 def check_constraints(params: SamplingParams, vocab_size: int, eos_ids: Collection[int]) -> None:
-    """Raise InvalidRequest that names the parameter at fault."""
+    """Check the parameters that constrain tokens. Raises InvalidRequest that names the parameter at
+    fault."""
     for name in ("allowed_token_ids", "bad_words", "logprob_token_ids"):
         if len(getattr(params, name)) > MAX_ENTRIES[name]:
             raise InvalidRequest(f"{name} has more than {MAX_ENTRIES[name]} entries", name)
@@ -40,10 +42,11 @@ def check_constraints(params: SamplingParams, vocab_size: int, eos_ids: Collecti
     for name, ids in _sequences(params):
         if len(ids) > MAX_SEQUENCE_IDS:
             raise InvalidRequest(
-                f"{name} has a sequence of more than {MAX_SEQUENCE_IDS} token ids", name
+                f"{name} has a sequence of {len(ids)} token ids; the maximum is {MAX_SEQUENCE_IDS}",
+                name,
             )
     if not all(params.bad_words):
-        raise InvalidRequest("bad_words has an empty sequence", "bad_words")
+        raise InvalidRequest("bad_words must not contain an empty sequence", "bad_words")
     if params.logprob_token_ids and params.logprobs is None:
         raise InvalidRequest("logprob_token_ids requires logprobs", "logprob_token_ids")
     _check_thinking(params, eos_ids)
@@ -55,9 +58,13 @@ def _check_thinking(params: SamplingParams, eos_ids: Collection[int]) -> None:
     if budget is None:
         return
     if budget.max_tokens < 0:
-        raise InvalidRequest("thinking must allow at least 0 tokens", "thinking")
+        raise InvalidRequest(
+            f"the thinking budget must be at least 0 tokens, not {budget.max_tokens}", "thinking"
+        )
     if not budget.end_ids:
-        raise InvalidRequest("thinking requires the token ids that end it", "thinking")
+        raise InvalidRequest(
+            "a thinking budget requires end_ids, the token ids that end thinking", "thinking"
+        )
     allowed = {*params.allowed_token_ids, *params.stop_token_ids, *eos_ids}
     if params.allowed_token_ids and not allowed.issuperset(budget.end_ids):
         raise InvalidRequest(
@@ -101,21 +108,22 @@ MASK_WAIT_S = 0.01  # maximum wait of a step for all masks
 
 
 class Constraint(Protocol):
-    """Rule for which tokens may come next, as a function of the ids accepted so far."""
+    """Rule that says which tokens a choice may generate next, given the tokens generated so far."""
 
     @property
     def param(self) -> str:
-        """The request field of the constraint."""
+        """Name of the request field that sets this constraint."""
 
     def accept_token(self, token: int) -> None:
-        """Record a generated token."""
+        """Record a token that the choice has generated."""
 
     def bitmask(self) -> Bitmask | None:
-        """Return the tokens that may come next; None: all. Callers must not change the array."""
+        """Return the bitmask of the tokens that may come next; None allows all. Callers must not
+        change the array."""
 
 
 class ChoiceConstraints:
-    """The constraints of one choice; each of them must allow a token."""
+    """All constraints of one choice; a token is allowed if each of them allows it."""
 
     def __init__(self, plain: Sequence[Constraint], grammar: GrammarMatcher | None) -> None:
         self._all: Sequence[Constraint] = plain if grammar is None else (*plain, grammar)
@@ -123,7 +131,8 @@ class ChoiceConstraints:
 
     @property
     def param(self) -> str:
-        """Field to name when no token is allowed: the grammar, or else the last constraint."""
+        """Request field to blame if no token is allowed: the grammar if there is one, or else the
+        last constraint's field."""
         return self._all[-1].param
 
     def accept_token(self, token: int) -> None:
@@ -131,7 +140,8 @@ class ChoiceConstraints:
             constraint.accept_token(token)
 
     def bitmask(self) -> Bitmask | None:
-        """Return the tokens that may come next; None: all. The grammar's mask must be ready."""
+        """Return the bitmask of the tokens that all constraints allow next; None allows all. The
+        grammar's mask must be ready."""
         bitmasks = [constraint.bitmask() for constraint in self._all]
         masks = [bitmask for bitmask in bitmasks if bitmask is not None]
         if not masks:
@@ -143,12 +153,13 @@ class ChoiceConstraints:
 
 
 def has_constraints(params: SamplingParams) -> bool:
-    """Whether the params restrict tokens."""
+    """Whether these sampling parameters restrict which tokens may be generated."""
     return bool(params.allowed_token_ids or params.bad_words or params.thinking or params.grammar)
 
 
 class ConstraintManager:
-    """Factory of the constraints of an engine's requests; owns the threads that grammars need."""
+    """Makes the constraints of an engine's requests; owns the threads and the backend that grammars
+    need."""
 
     def __init__(
         self, vocab_size: int, eos_ids: frozenset[int], grammars: GrammarBackend | None
@@ -161,19 +172,24 @@ class ConstraintManager:
         self.wake: Callable[[], None] = lambda: None  # any thread: a request may continue
 
     def check(self, request: Request) -> None:
-        """Raise InvalidRequest if grammars are not supported, QueueFull if too many wait."""
+        """Check whether the request's grammar can be accepted now. Raises InvalidRequest if the
+        engine does not support grammars, and QueueFull if too many grammars are waiting to be
+        compiled."""
         grammar = request.params.grammar
         if grammar is None or not request.generates:
             return
         if self._grammars is None:
-            raise InvalidRequest("this engine has no tokenizer for grammars", "grammar")
+            raise InvalidRequest(
+                "grammars are not supported: the engine has no tokenizer that suits them", "grammar"
+            )
         if not self._grammars.has_room(grammar.source, request.tenant):
-            raise QueueFull("too many grammars are waiting to be compiled")
+            raise QueueFull("too many grammars are waiting to be compiled; retry later")
 
     def of_request(
         self, request: Request, generated: Sequence[list[int]], now_s: float
     ) -> "RequestConstraints":
-        """Make a request's constraints; `generated`: the ids of each choice."""
+        """Make the constraints of a request and start to compile its grammar. `generated`: the ids
+        that each choice has generated; `now_s`: current time."""
         grammar, compilation = request.params.grammar, None
         if grammar is not None and self._grammars is not None:
             compilation = self._grammars.compile(grammar.source, request.tenant)
@@ -183,7 +199,8 @@ class ConstraintManager:
     def of_choices(
         self, request: Request, generated: Sequence[list[int]], compiled: CompiledGrammar | None
     ) -> list[ChoiceConstraints]:
-        """Make the constraints of each choice, advanced by its generated ids."""
+        """Make the constraints of each choice, and record the choice's generated ids in them.
+        `compiled`: the request's grammar, if it has one."""
         params, allowed = request.params, None
         if params.allowed_token_ids:
             ends = self._eos_ids.union(params.stop_token_ids)
@@ -197,7 +214,8 @@ class ConstraintManager:
         compiled: CompiledGrammar | None,
         allowed: AllowedIds | None,
     ) -> ChoiceConstraints:
-        """Make the constraint of one choice; `allowed` has no state, so all choices share it."""
+        """Make the constraints of one choice. `allowed`: the constraint of allowed ids, an object
+        that all choices can share because it has no state."""
         params, vocab_size = request.params, self._vocab_size
         plain: list[Constraint] = []
         if params.thinking is not None:
@@ -224,17 +242,19 @@ class ConstraintManager:
         return ChoiceConstraints(plain, matcher)
 
     def release(self, compilation: Compilation) -> None:
-        """Release a compilation when a request with a grammar ends."""
+        """End a request's use of its compiled grammar; called when the request ends."""
         if self._grammars is not None:
             self._grammars.release(compilation)
 
     def start_masks(self) -> None:
-        """Start computing masks for the newly accepted tokens, and renew the step budget."""
+        """Let the mask threads compute the bitmasks of the tokens just accepted, and renew the time
+        budget for the next step."""
         self._budget.renew()
         self._threads.start()
 
     def load(self) -> None:
-        """Prepare for grammars, which takes seconds; otherwise the first grammar pays that time."""
+        """Prepare the tokenizer for grammars, which takes seconds; without this call the first
+        grammar has to wait for it."""
         if self._grammars is not None:
             try:
                 self._grammars.load()
@@ -249,7 +269,7 @@ class ConstraintManager:
 
 
 class RequestConstraints:
-    """The constraints of one request, as scheduler, sampler and step progress use them."""
+    """The constraints of one request, as the scheduler, the sampler and StepProgress use them."""
 
     def __init__(
         self,
@@ -272,12 +292,14 @@ class RequestConstraints:
             self._make_choices(None)
 
     def release(self) -> None:
-        """Release the compilation when the request ends."""
+        """End the request's use of its compiled grammar; called when the request ends."""
         if self._compilation is not None:
             self._manager.release(self._compilation)
 
     def poll(self, now_s: float) -> bool:
-        """Return whether the constraints are ready by now. Raises GrammarError."""
+        """Check whether the grammar is compiled and has accepted all generated tokens, and return
+        whether the request can continue. Raises GrammarError if the grammar is wrong or takes too
+        long to compile."""
         if not self._choices and self._compilation is not None and self._compilation.done():
             error = self._compilation.exception()
             if isinstance(error, GrammarError):  # raising the kept one would add tracebacks
@@ -285,51 +307,59 @@ class RequestConstraints:
             self._make_choices(self._compilation.result())
             self._manager.start_masks()
         if not self._choices and now_s > self._deadline_s:
-            raise GrammarError("the grammar takes too long to compile", is_internal=True)
+            raise GrammarError(
+                f"the grammar takes too long to compile: more than {COMPILE_S:g} s",
+                is_internal=True,
+            )
         ready = (c.grammar is None or not c.grammar.is_behind for c in self._choices)
         self.is_ready = bool(self._choices) and all(ready)
         return self.is_ready
 
     def may_sample(self, choice: int) -> bool:
-        """Whether the choice's next token can be sampled in a step that begins now."""
+        """Whether a step that begins now can sample the next token of this choice: its token mask
+        is ready or will be soon."""
         if not self.is_ready:
             return False
         grammar = self._choices[choice].grammar
         return grammar is None or grammar.is_awaited
 
     def accept_token(self, choice: int, token: int) -> None:
-        """Record a generated token."""
+        """Record a token that this choice has generated."""
         constraints = self._choices[choice]
         constraints.accept_token(token)
         if constraints.grammar is not None and constraints.grammar.is_behind:
             self.is_ready = False
 
     def is_behind(self, choice: int) -> bool:
-        """Whether it is not known yet if a token may follow."""
+        """Whether the choice's grammar has not yet accepted all generated tokens, so that it is not
+        known whether the choice is complete."""
         if not self._choices:
             return self._compilation is not None
         grammar = self._choices[choice].grammar
         return grammar is not None and grammar.is_behind
 
     def is_terminated(self, choice: int) -> bool:
-        """Whether no token may follow, unless `is_behind`."""
+        """Whether the choice's grammar allows no further token, so that the choice is complete. Not
+        meaningful while `is_behind`."""
         grammar = self._choices[choice].grammar if self._choices else None
         return grammar is not None and grammar.is_terminated
 
     def wait(self, choices: Sequence[int], until_s: float) -> bool:
-        """Wait for choices' masks until a perf_counter time; return False if one is missing."""
+        """Wait until the masks of these choices are ready, but not beyond the perf_counter time
+        `until_s`; return False if one of them is not ready."""
         matchers = [self._choices[choice].grammar for choice in choices]
         return all(m is None or m.wait(until_s) for m in matchers)
 
     def bitmask(self, choice: int) -> Bitmask | None:
-        """Return the tokens that may come next; None: all. Raises GrammarError."""
+        """Return the bitmask of the tokens that may come next in this choice; None allows all.
+        Raises GrammarError if the choice's grammar has failed."""
         constraints = self._choices[choice]
         if constraints.grammar is not None and constraints.grammar.failure is not None:
             raise constraints.grammar.failure
         return constraints.bitmask()
 
     def param(self, choice: int) -> str:
-        """Return the request field to name when no token is allowed."""
+        """Return the request field to blame if the constraints of this choice allow no token."""
         return self._choices[choice].param
 
     def _make_choices(self, compiled: CompiledGrammar | None) -> None:
@@ -337,5 +367,5 @@ class RequestConstraints:
 
 
 def mask_deadline() -> float:
-    """Return the perf_counter time until which a step waits for masks."""
+    """Return the time (perf_counter) until which a step that samples now may wait for masks."""
     return time.perf_counter() + MASK_WAIT_S

@@ -1,8 +1,9 @@
-"""Which tokens a choice may have, as bits: allowed ids, bad words, the end of a thinking budget.
-Pure.
+"""Constraints that need no grammar, as bitmasks of the tokens that a choice may generate: allowed
+ids, bad words, and the end of a thinking budget. Pure.
 
-A budget: thinking that restarts continues with the remaining budget. If the last ids are already a
-prefix of `end_ids`, only the rest of `end_ids` follows.
+A choice that starts to think again continues with what remains of its thinking budget. When the
+budget is used up, the choice must generate `end_ids`; if its last ids are already a prefix of
+`end_ids`, only the rest of them follows.
 """
 
 from collections import deque
@@ -17,7 +18,7 @@ Bitmask = NDArray[np.uint32]
 
 
 def bitmask_of(ids: Iterable[int], vocab_size: int) -> Bitmask:
-    """Return the set of these ids."""
+    """Return a bitmask of the vocabulary in which exactly the bits of `ids` are set."""
     bitmask = np.zeros((vocab_size + 31) // 32, dtype=np.uint32)
     for token in ids:
         bitmask[token // 32] |= np.uint32(1 << token % 32)
@@ -25,15 +26,16 @@ def bitmask_of(ids: Iterable[int], vocab_size: int) -> Bitmask:
 
 
 def all_but(ids: Iterable[int], vocab_size: int) -> Bitmask:
-    """Return the set of all other ids."""
+    """Return a bitmask of the vocabulary in which the bits of all ids except `ids` are set."""
     return np.invert(bitmask_of(ids, vocab_size))
 
 
 class SequenceSearch:
-    """Search of Knuth, Morris and Pratt (1977): constant memory for any stream."""
+    """Finds a sequence of token ids in a stream of ids, with constant memory (algorithm of Knuth,
+    Morris and Pratt, 1977)."""
 
     def __init__(self, ids: Sequence[int]) -> None:
-        """`ids` must not be empty."""
+        """`ids`: the sequence to find, which must not be empty."""
         self.ids = tuple(ids)
         self.num_matched = 0  # length of the longest prefix of `ids` that ends the stream
         self._shorter = [0]  # [n - 1]: next shorter prefix that ends the first n ids
@@ -43,7 +45,8 @@ class SequenceSearch:
             self._shorter.append(length)
 
     def push(self, token: int) -> bool:
-        """Whether this id completes the sequence; the search then restarts."""
+        """Process the next id of the stream. Return whether it completes the sequence; the search
+        then starts again."""
         self.num_matched = self._length_after(self.num_matched, token)
         if self.num_matched < len(self.ids):
             return False
@@ -57,23 +60,24 @@ class SequenceSearch:
 
 
 class AllowedIds:
-    """Constraint that allows the same tokens at every position."""
+    """Constraint that allows the same set of token ids at every position."""
 
     param = "allowed_token_ids"
 
     def __init__(self, ids: Iterable[int], vocab_size: int) -> None:
-        """`ids` include those that end a choice."""
+        """`ids`: the allowed token ids, which must include those that end a choice."""
         self._bitmask = bitmask_of(ids, vocab_size)
 
     def accept_token(self, token: int) -> None:
-        """Do nothing: generated tokens do not change the set."""
+        """Do nothing, because the allowed ids do not depend on generated tokens."""
 
     def bitmask(self) -> Bitmask:
         return self._bitmask
 
 
 class BadWords:
-    """Constraint that excludes the last id of a sequence whose other ids were just generated."""
+    """Constraint that prevents forbidden sequences of token ids: excludes the last id of a sequence
+    when the ids before it have just been generated."""
 
     param = "bad_words"
 
@@ -94,7 +98,8 @@ class BadWords:
 
 
 class ThinkingLimit:
-    """Constraint that counts the ids of one choice between `start_ids` and `end_ids`."""
+    """Constraint that limits the tokens of one choice between the sequences `start_ids` and
+    `end_ids`; at the limit it allows only the ids of `end_ids`."""
 
     param = "thinking"
 

@@ -1,4 +1,5 @@
-"""Runs the steps that the scheduler plans: batch, forward pass, sampling."""
+"""Runs the steps that the scheduler plans: builds the batch, runs the model's forward pass, samples
+tokens."""
 
 from pdserve.engine.execution.memory import HOST_SHARE, free_host_bytes, keep_freed_memory
 from pdserve.engine.execution.runner import (

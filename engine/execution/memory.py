@@ -1,4 +1,5 @@
-"""Host memory: how much is free for a KV pool, and whether torch keeps the memory that it frees."""
+"""Host memory: measures how much is free for a KV pool, and makes the process keep memory that
+torch frees."""
 
 import ctypes
 from pathlib import Path
@@ -19,7 +20,8 @@ _CGROUPS = (  # (limit, usage, statistics, name of the reclaimable page cache in
 def free_host_bytes(
     proc: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Return the bytes that can be allocated without swapping, within this process's cgroup."""
+    """Return how many bytes this process can allocate without swapping, within the limit of its
+    cgroup."""
     available = _named_values(proc)["MemAvailable:"] * 1024
     for limit, usage, statistics, reclaimable in _CGROUPS:
         try:
@@ -40,9 +42,9 @@ def _named_values(path: Path) -> dict[str, int]:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep large freed blocks. By default it returns them to the kernel at once, and
-    clearing new pages for each operation costs torch a tenth of its speed. Has no effect with
-    another libc."""
+    """Make glibc keep large freed memory blocks for reuse. By default glibc returns them to the
+    kernel at once, and the cost of clearing new pages for each operation slows torch down by a
+    tenth. Has no effect with another libc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # glibc's maximum

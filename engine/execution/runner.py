@@ -1,6 +1,8 @@
-"""Turns a plan into the flat batch, runs the model on it, and pools hidden states.
+"""Turns a plan into a flat batch, runs the model on it, and attaches hidden states to pool to the
+outcomes.
 
-Block tables are arrays with one row per slot of the batch; a step updates only what has changed.
+Block tables are arrays with one row per slot of the batch; each step updates only the entries that
+have changed.
 """
 
 from collections.abc import Sequence as Seq
@@ -20,7 +22,7 @@ T = TypeVar("T")  # Ints, or a backend's arrays of int64
 
 @dataclass(frozen=True, slots=True)
 class GroupTable(Generic[T]):
-    """Location of one layer group's keys and values for this batch."""
+    """Where the keys and values of a batch lie in the KV pool of one layer group."""
 
     block_table: T  # [rows, max_blocks]; padded with 0, the null block
     slots: T  # [tokens]: block * block_size + offset, where each new token's KV goes
@@ -28,7 +30,8 @@ class GroupTable(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class UnreadTokens:
-    """Sampled tokens that the host has not read: row r continues with tokens[indices[r]]."""
+    """Tokens that the previous step sampled on the device and that the host has not read yet; row r
+    of the new step computes tokens[indices[r]]."""
 
     tokens: Any  # [sampled tokens of the previous step], on the device
     indices: Ints  # [rows]
@@ -36,7 +39,8 @@ class UnreadTokens:
 
 @dataclass(frozen=True, slots=True)
 class Batch(Generic[T]):
-    """Flat batch: rows are sequences; row r has tokens [starts[r], starts[r + 1])."""
+    """Input of one forward pass, with the tokens of all rows in flat arrays. Each row belongs to
+    one sequence; row r has the tokens [starts[r], starts[r + 1])."""
 
     token_ids: T  # [tokens]
     positions: T  # [tokens], absolute
@@ -50,32 +54,36 @@ class Batch(Generic[T]):
 
 
 class Model(Protocol):
-    """Methods of a decoder that the engine calls."""
+    """Interface of a decoder: the methods that the engine calls."""
 
     def forward(self, batch: Batch[Ints], kv: KvCache) -> Any:
-        """Return final hidden states [len(batch.logit_tokens), hidden]; write the KV."""
+        """Run the model on a batch and write the KV of its tokens. Return the final hidden states
+        [len(batch.logit_tokens), hidden] of the tokens in `batch.logit_tokens`."""
 
     def logits(self, hidden: Any) -> Any:
-        """Return float32 logits [n, vocab] of n final hidden states, for the backend's sampling."""
+        """Return the float32 logits [n, vocab] of n final hidden states, as an array that the
+        backend can sample from."""
 
     def states(self, hidden: Any) -> NDArray[np.float32]:
-        """Return n final hidden states as float32 [n, hidden], in host memory."""
+        """Copy n final hidden states into host memory; return them as float32 [n, hidden]."""
 
 
 @runtime_checkable
 class DeviceModel(Protocol):
-    """A model whose `forward` returns before the result is computed."""
+    """Model on a device such as a GPU, whose `forward` returns before the result is computed."""
 
     def synchronize(self) -> None:
-        """Wait for everything launched before."""
+        """Wait for all work launched on the device so far."""
 
 
 class DeviceLost(Exception):
-    """The device fails every operation, as after an illegal access; the process must restart."""
+    """The device fails every further operation, for example after an illegal memory access; only a
+    restart of the process helps."""
 
 
 class ModelRunner:
-    """Runs plans on the model; owns the block tables of the batch's slots, not the KvCache."""
+    """Runs the plans of steps on the model. Owns the arrays of block tables of the batch's slots;
+    the KvCache belongs to the engine."""
 
     def __init__(self, model: Model, kv: KvCache, num_slots: int, context_len: int) -> None:
         self._model = model
@@ -87,10 +95,12 @@ class ModelRunner:
         ]
 
     def launch(self, plan: Plan, unread: UnreadTokens | None = None) -> Any:
-        """Run the block copies, then the forward pass; on CPU both are complete on return.
+        """Run the plan's block copies, then the model's forward pass. On a CPU both are complete on
+        return, on a device they may not be.
 
-        `unread`: the tokens of the rows, if the sequences do not have them yet. Returns hidden
-        states [outputs, hidden] in the order of the rows; None without outputs.
+        `unread`: the rows' tokens if they are still on the device and not yet in the sequences.
+        Returns the hidden states [outputs, hidden] that the plan's rows need, row after row; None
+        if no row needs any.
         """
         self._kv.copy(plan.copies)
         if not plan.rows:
@@ -150,7 +160,8 @@ class ModelRunner:
         )
 
     def _sync(self, sequence: Sequence) -> None:
-        """Update the slot's tables with what has changed in the sequence's since its last step."""
+        """Copy the entries of a sequence's block tables that changed since its last step into the
+        arrays of its slot."""
         for group, start in enumerate(sequence.rewritten_from):
             blocks = sequence.block_tables[group]
             if start < len(blocks):
@@ -162,7 +173,8 @@ class ModelRunner:
 
 
 def _slots(blocks: Seq[int], start: int, end: int, size: int) -> list[int]:
-    """Return the slots of tokens start .. end - 1 of a sequence: block * size + offset."""
+    """Return where the KV of a sequence's tokens `start` to `end` - 1 lies, as pool slots (block *
+    size + offset). `blocks`: the sequence's block table; `size`: tokens per block."""
     slots: list[int] = []
     while start < end:
         block, offset = divmod(start, size)
@@ -176,9 +188,10 @@ def _slots(blocks: Seq[int], start: int, end: int, size: int) -> list[int]:
 def with_states(
     rows: Seq[Row], outcomes: list[Outcome], hidden: Any, model: Model
 ) -> list[Outcome]:
-    """Return the outcomes, those of pooled rows with the states of their outputs.
+    """Return the outcomes, with the hidden states of their tokens added to those of embedding
+    requests.
 
-    `hidden`: [outputs, hidden], the outputs of row after row; None without outputs.
+    `hidden`: hidden states [outputs, hidden] of all rows, row after row; None if no row needs any.
     """
     if hidden is None or not any(row.sequence.job.pooled for row in rows):
         return outcomes

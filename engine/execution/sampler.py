@@ -1,11 +1,13 @@
-"""Samples the next tokens of a step, and plans a step that is launched before they are known.
+"""Samples the next tokens of a step, and plans the following step before these tokens are known.
 
-A step that is launched ahead has the rows of the previous step, except those that certainly end
-there. If a choice has ended by an unforeseeable token, StepProgress discards its row.
+A step that is launched ahead has the rows of the previous step, except those whose choice certainly
+ends with the previous step. If a choice has ended by a token that could not be foreseen,
+StepProgress discards its row.
 
 The backend samples each token (kernels/reference/sampling.py) as a function of the logits and of
-the choice's stream, independent of the other rows in the batch. A row whose logits are not finite
-fails alone, and so does a row whose constraints allow no token.
+the choice's stream (its random numbers and sampling settings), independent of the other rows in the
+batch. A row whose logits are not finite fails alone, and so does a row whose constraints allow no
+token.
 """
 
 import math
@@ -39,11 +41,12 @@ NO_TOKEN = "the request's parameters allow no further token"
 
 
 def plan_ahead(plan: Plan, jobs: JobTable) -> tuple[Plan, list[int]] | None:
-    """Return the step after the launched `plan`, and for each row the index of its token
-    among those that `plan` samples.
+    """Plan the step after the launched `plan`, whose sampled tokens are not known yet. Return the
+    plan, and for each of its rows the index of its token among those that the launched plan
+    samples.
 
-    Returns None if planning needs the tokens: something else could
-    then run, a row is not a plain decode row, or blocks are short.
+    Returns None if the tokens must be known first: a waiting request or another sequence could run,
+    a row is not a plain decode row (see `is_plain`), or blocks are short.
     """
     if plan.num_decode_rows < len(plan.rows) or (jobs.waiting and jobs.num_free_slots):
         return None
@@ -70,7 +73,8 @@ def plan_ahead(plan: Plan, jobs: JobTable) -> tuple[Plan, list[int]] | None:
 
 
 def is_plain(row: Row) -> bool:
-    """Whether the row is one token of a choice that needs its next token and nothing else."""
+    """Whether the row is a plain decode row: it computes one token of one choice, and its request
+    needs neither log-probabilities, penalties nor constraints."""
     sequence = row.sequence
     if sequence.is_prefix or len(row.choices) != 1 or row.end - row.start > 1:
         return False
@@ -78,7 +82,8 @@ def is_plain(row: Row) -> bool:
 
 
 class Sampler:
-    """Sampler of a step's rows. Its only state is the streams it keeps in RequestState.streams."""
+    """Samples the tokens of a step's rows. Its only state is the sampling state ("stream") of each
+    choice, kept in RequestState.streams."""
 
     def __init__(self, limits: EngineLimits, ops: SamplingOps) -> None:
         self._limits = limits
@@ -88,10 +93,11 @@ class Sampler:
     def begin(
         self, rows: Seq[Row], hidden: Any, head: Head, unread: int = 0
     ) -> SampledTokens | None:
-        """Launch the sampling of a step that has plain decode rows only.
+        """Launch the sampling of a step without waiting for it; `read` returns the tokens.
 
-        Returns None for other steps, and if the backend cannot sample ahead. `unread`: tokens of
-        each choice that are sampled but not known to the host yet.
+        Returns None and launches nothing if a row is not a plain decode row (see `is_plain`) or the
+        backend cannot sample this way. `unread`: number of tokens per choice that are sampled
+        already but not yet known to the host.
         """
         if self._ahead is None or not all(map(is_plain, rows)):
             return None
@@ -105,13 +111,15 @@ class Sampler:
         return self._ahead.begin(logits, list(range(len(rows))), streams, num_generated)
 
     def read(self, tokens: SampledTokens) -> list[Outcome]:
-        """Wait for what `begin` launched; return one outcome per row."""
+        """Wait for the sampling that `begin` launched; return one outcome per row."""
         return [Outcome((SampledToken(t) if t >= 0 else NOT_FINITE,)) for t in tokens.read()]
 
     def sample(self, rows: Seq[Row], hidden: Any, head: Head) -> list[Outcome]:
-        """Return one outcome per row; `hidden` [outputs, hidden] has the outputs of row after row.
+        """Sample the tokens of all rows; return one outcome per row. `hidden`: hidden states
+        [outputs, hidden] of all rows, row after row.
 
-        Logits are computed all at once only for the tokens that choices sample from.
+        Computes logits for sampling all at once; those for log-probabilities of prompt tokens are
+        computed in parts, because they may need much memory.
         """
         if hidden is None:
             return [NOTHING for _ in rows]
@@ -143,8 +151,8 @@ class Sampler:
         return outcomes
 
     def _sampled(self, rows: Seq[Row], late: set[int], logits: Any) -> list[SampledToken]:
-        """Return one token per choice of row after row, without late rows; `logits` has a row for
-        each sampled token, including those of late rows."""
+        """Return the sampled tokens of all rows in order, one per choice, except of rows in `late`.
+        `logits` has one row per row that samples, late ones included."""
         outputs: list[int] = []
         streams: list[Any] = []
         generated: list[list[int]] = []
@@ -197,15 +205,16 @@ class Sampler:
         return [TokenLogprob(logprob, top) for logprob, top in results]
 
     def _is_finite(self, logits: Any) -> bool:
-        """Whether the best score of one row is finite."""
+        """Whether the highest logit of one row is finite. `logits`: [1, vocab]."""
         ((_, ((_, best),)),) = self._ops.logprobs(logits, [0], 1)
         return math.isfinite(best)
 
     def _prompt_scores(
         self, row: Row, hidden: Any, output: int, head: Head
     ) -> tuple[TokenLogprob, ...]:
-        """Return the scores of prompt tokens start + 1 .. end, up to the end of the prompt;
-        `output` is the index of the row's first output."""
+        """Return the log-probabilities of the prompt tokens that follow this row's tokens: start +
+        1 to end, as far as the prompt goes. `output` is the index of the row's first hidden state
+        in `hidden`."""
         job, sequence = row.sequence.job, row.sequence
         count = job.request.params.prompt_logprobs
         if count is None or not sequence.is_prefix:
@@ -220,7 +229,8 @@ class Sampler:
         return tuple(scores)
 
     def _stream(self, job: RequestState, choice: int, vocab: int) -> Any:
-        """Make the stream of a choice that has none yet."""
+        """Make and keep the sampling state of a choice that has none yet; `vocab`: number of logits
+        per token."""
         params = job.request.params
         stops = sorted(self._limits.stop_ids(params)) if params.min_tokens else ()
         settings = StreamSettings(
@@ -244,7 +254,8 @@ class Sampler:
 
 
 def _late(rows: Seq[Row], constrained: Seq[int]) -> set[int]:
-    """Return the constrained rows whose masks are not ready; wait a little, once per step."""
+    """Return the indices of the constrained rows whose token masks are not ready in time. Waits for
+    all masks of the step together, until `mask_deadline`."""
     late: set[int] = set()
     until_s = mask_deadline() if constrained else 0.0
     for i in constrained:

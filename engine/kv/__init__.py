@@ -1,4 +1,5 @@
-"""The KV pool: its geometry, blocks, prefix cache and identity."""
+"""The KV pool: the layout of cached keys and values, their blocks, the prefix cache, and the
+identity that decides which processes can share KV."""
 
 from pdserve.engine.kv.block_pool import (
     NULL_BLOCK,

@@ -1,9 +1,10 @@
-"""The arrays of the KV pool.
+"""The arrays that hold the keys and values of the KV pool.
 
-Callers decide who may write which block: the engine thread, or a KV transfer's connection the
-blocks that are reserved for it. Each layer group has one array [layers, blocks, 2, kv_heads,
-block_size, head_dim] (1 instead of 2 if latent), so blocks are sent and received without
-reordering. Block 0 is the null block: it pads tables and holds zeros.
+Callers ensure that only one thread writes a block: the thread of a KV transfer's connection writes
+the blocks that are reserved for the transfer, and the engine's thread all others. Each layer group
+has one array [layers, blocks, 2, kv_heads, block_size, head_dim] (1 instead of 2 for latent
+attention), so that blocks are sent and received without reordering. Block 0 is the null block: it
+pads block tables and holds zeros.
 """
 
 import math
@@ -22,8 +23,9 @@ TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "i
 
 
 class KvCache:
-    """`num_blocks[g]` blocks of group g and its null block, in host memory that is committed when
-    it is touched. bfloat16 is stored as the uint16 of its bits."""
+    """KV pool in host memory, with `num_blocks[g]` blocks and a null block for layer group g. The
+    operating system commits the memory when it is first touched. bfloat16 is stored as the uint16
+    of its bits."""
 
     device: int | None = None  # number of the CUDA device that holds the pool; None: the host
 
@@ -41,30 +43,36 @@ class KvCache:
         self._bytes = self._as_bytes()
 
     def layer(self, n: int) -> tuple[Any, int]:
-        """Return (kv [blocks, 2, kv_heads, block_size, head_dim] of model layer n, its group). int8
-        blocks are [blocks, bytes], with their scales after the values."""
+        """Return the KV array of model layer `n`, [blocks, 2, kv_heads, block_size, head_dim], and
+        the index of its layer group. The array of an int8 layer is [blocks, bytes], with a block's
+        scales after its values."""
         return self._layers[n]
 
     def num_bytes(self, group: int, layers: range, blocks: Sequence[int]) -> int:
-        """Return the number of bytes that read and write move."""
+        """Return the size in bytes of these blocks in these layers of a group, as `read` and
+        `write` transfer them."""
         return len(layers) * len(blocks) * self._block_bytes[group]
 
     def read(self, group: int, layers: range, blocks: Sequence[int]) -> list[memoryview]:
-        """Return whole blocks: bytes of [layers, blocks, 2, kv_heads, block_size, head_dim].
+        """Return the bytes of whole blocks in these layers, in the order [layers, blocks, 2,
+        kv_heads, block_size, head_dim].
 
-        On a CPU the views are the pool's memory, which must not be written while they are in use.
-        `layers` counts within the group: layer i is model layer spec.groups[group].layers[i].
-        Raises ValueError if a layer or block does not exist.
+        On a CPU the returned views are the pool's memory, which must not be written while they are
+        in use. `layers` counts within the group: layer i is model layer
+        spec.groups[group].layers[i]. Raises ValueError if a layer group, layer or block does not
+        exist.
         """
         self._check(group, layers, blocks, self.num_bytes(group, layers, blocks))
         pool, runs = self._bytes[group], _runs(tuple(blocks))
         return [pool[n, run.start : run.stop].reshape(-1).data for n in layers for _, run in runs]
 
     def write(self, group: int, layers: range, blocks: Sequence[int], payload: memoryview) -> None:
-        """Copy `payload`, in the order of `read`, into whole blocks; any thread may call it.
+        """Copy `payload`, bytes in the order of `read`, into whole blocks; any thread may call this
+        method.
 
-        On a device the copy is queued on the engine's stream, before work launched later. Raises
-        ValueError like `read`, and if the payload has another size.
+        On a device the copy is queued on the engine's stream, so work that is launched later sees
+        it. Raises ValueError if a layer group, layer or block does not exist, or if the payload has
+        another size than these blocks.
         """
         self._check(group, layers, blocks, payload.nbytes)
         if not blocks or not layers:
@@ -77,38 +85,43 @@ class KvCache:
                 copy_past_caches(pool[n, run.start : run.stop].reshape(-1), source)
 
     def pages(self, group: int, layers: range, blocks: Sequence[int], ready: Any = None) -> Pages:
-        """Return where whole blocks lie, for a copy on the device after the event `ready`. Raises
-        ValueError like `read`, and if there are no blocks."""
+        """Return the addresses of whole blocks, for a direct copy on the device that begins after
+        the event `ready`. Raises ValueError if a layer group, layer or block does not exist, or if
+        no layer or no block is given."""
         self._check(group, layers, blocks, self.num_bytes(group, layers, blocks))
         if not layers or not blocks:
-            raise ValueError("layers and blocks must not be empty")
+            raise ValueError("pages need at least one layer and one block")
         base, layer_bytes = self._address(group)
         return Pages(base, layer_bytes, self._block_bytes[group], layers, tuple(blocks), ready)
 
     def ready(self) -> Any:
-        """Return the event after all work launched by this, the computing, thread; None: done."""
+        """Return a device event that occurs when all work launched so far by the calling thread,
+        the engine's, is done; None in host memory, where work is done at once."""
         return None
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Run block copies in order, over all layers of their group."""
+        """Run block copies in order, each over all layers of its layer group."""
         for block_copy in copies:
             data = self.data[block_copy.group]
             data[:, block_copy.target] = data[:, block_copy.source]
 
     def _zeros(self, shape: tuple[int, ...], group: LayerGroup) -> Any:
-        """Return anonymous pages, which the operating system zeroes when they are touched. np.zeros
-        does not promise that, and touching a pool as large as the free memory takes 40 s."""
+        """Return an array of zeros for one layer group. Its anonymous memory pages are zeroed by
+        the operating system when they are touched; np.zeros does not promise that, and touching a
+        pool as large as the free memory takes 40 s."""
         dtype = np.dtype(TYPES[group.dtype])
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared pages take 1.5 times as long
         pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=private)
         return np.frombuffer(pages, dtype).reshape(shape)
 
     def _as_bytes(self) -> list[Any]:
-        """Return each group as [layers, blocks, bytes of a block]: the units of read and write."""
+        """Return a byte view [layers, blocks, bytes of a block] of each group's array, for `read`
+        and `write`."""
         return [data.reshape(*data.shape[:2], -1).view(np.uint8) for data in self.data]
 
     def _address(self, group: int) -> tuple[int, int]:
-        """Return (address of a group's first block, bytes from one layer to the next)."""
+        """Return the address of block 0 in the first layer of a group, and the distance in bytes
+        from one layer to the next."""
         data = self._bytes[group]
         return data.ctypes.data, data.strides[0]
 
@@ -126,17 +139,21 @@ class KvCache:
             raise ValueError(f"layers {layers} are not all within the group's {num_layers} layers")
         runs = _runs(tuple(blocks))
         if not all(run.start > 0 and run.stop <= self.num_blocks[group] + 1 for _, run in runs):
-            raise ValueError("a block is outside the pool")
+            raise ValueError(
+                f"a block is outside the pool of layer group {group}, which has blocks 1 to "
+                f"{self.num_blocks[group]}"
+            )
         if nbytes != self.num_bytes(group, layers, blocks):
             raise ValueError(
-                f"{nbytes} bytes do not match {len(layers)} layers of {len(blocks)} blocks, which "
-                f"take {self.num_bytes(group, layers, blocks)} bytes"
+                f"the payload's {nbytes} bytes do not match {len(layers)} layers of {len(blocks)} "
+                f"blocks, which take {self.num_bytes(group, layers, blocks)} bytes"
             )
 
 
 @lru_cache(64)  # the same blocks are read or written layer after layer
 def _runs(blocks: tuple[int, ...]) -> tuple[tuple[int, range], ...]:
-    """Return (index in `blocks`, ids) of the longest runs of consecutive ids."""
+    """Split block ids into the longest runs of consecutive ids. Return, for each run, its index in
+    `blocks` and its range of ids."""
     runs, start = [], 0
     for index in range(1, len(blocks) + 1):
         if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:

@@ -1,10 +1,11 @@
-"""The identity of the computation behind a KV cache, in named parts, and the differences between
-two processes that are accepted. Pure.
+"""The identity of the computation that produced a KV cache, in named parts, and the check whether
+two processes are equal enough to share KV. Pure.
 
-KV is shared only where `digest` is equal: it hashes everything that a key or value depends on
-besides the token ids. The other parts say what differs. The tokenizer is not part of the digest,
-but must be equal too: another tokenizer gives the ids another text. An encoded identity is its
-parts in order, each after its length.
+Two processes share KV only if their `digest`s are equal: it hashes everything that a key or value
+depends on besides the token ids. The other parts serve to name the difference in messages. The
+tokenizer is not part of the digest, but must be equal too, because another tokenizer gives the same
+ids another text. `Mixing` lists differences that an operator accepts nevertheless. The encoding of
+an identity is its parts in order, each after its length.
 """
 
 import struct
@@ -18,7 +19,8 @@ SIDES = ("on this side", "on the peer")  # names of the two processes in a messa
 
 @dataclass(frozen=True, slots=True)
 class KvIdentity:
-    """The identity of one process. Unknown parts are empty; then only the digest is compared."""
+    """Identity of the computation in one process. A part that is not known is empty and is not
+    compared; the digest always is."""
 
     digest: bytes  # 16 bytes
     weights: str = ""  # hex digest of the tensors as stored
@@ -30,7 +32,7 @@ class KvIdentity:
 
     @classmethod
     def of(cls, message: Any) -> "KvIdentity":
-        """Build an identity from an object with the same fields, such as a protobuf message."""
+        """Make a KvIdentity from an object that has the same fields, such as a protobuf message."""
         return cls(**{name: getattr(message, name) for name in NAMES})
 
     def parts(self) -> dict[str, Any]:
@@ -51,7 +53,9 @@ _COMPARED = {
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """Which differences are accepted. A response that needed one is marked inexact."""
+    """The differences of KV identities that the operator accepts between processes that share KV:
+    another format of the weights, or other numerics. A response computed across such a difference
+    is marked inexact."""
 
     weights: bool = False  # another format of the same model; not verified to be the same
     numerics: bool = False  # another numerics id of the same weights
@@ -62,7 +66,8 @@ NO_MIXING = Mixing()
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Why two processes are not compatible; `what` is a short label for counters."""
+    """A difference because of which two processes cannot share KV. `what`: short label for metrics;
+    `text`: description for messages."""
 
     what: str
     text: str
@@ -71,8 +76,8 @@ class Difference:
 def differences(
     local: KvIdentity, remote: KvIdentity, sides: tuple[str, str] = SIDES
 ) -> list[Difference]:
-    """Return all known differences; empty if both processes compute the same KV. `sides` names the
-    two processes in the texts."""
+    """Return all known differences between two KV identities; empty if both processes compute the
+    same KV. `sides`: what to call the two processes in the descriptions."""
     result = []
     local_side, remote_side = sides
     for part, name in _COMPARED.items():
@@ -91,7 +96,8 @@ def differences(
 def refusal(
     local: KvIdentity, remote: KvIdentity, mixing: Mixing, sides: tuple[str, str] = SIDES
 ) -> Difference | None:
-    """Return the first difference that is not accepted; `sides` as in `differences`."""
+    """Return the first difference between two KV identities that `mixing` does not accept, because
+    of which they must not share KV; None if they may. `sides`: what to call the two processes."""
     return None if local is remote or local == remote else _refusal(local, remote, mixing, sides)
 
 
@@ -115,13 +121,14 @@ _PART = struct.Struct("<H")  # length of one part of an encoded identity
 
 
 def encode_identity(identity: KvIdentity) -> bytes:
-    """Encode an identity."""
+    """Encode a KV identity as bytes that `decode_identity` reads."""
     parts = [v if isinstance(v, bytes) else v.encode() for v in identity.parts().values()]
     return b"".join(_PART.pack(len(part)) + part for part in parts)
 
 
 def decode_identity(data: bytes) -> tuple[KvIdentity, bytes]:
-    """Return the identity at the start of `data`, and the rest. Raises ValueError."""
+    """Decode the KV identity at the start of `data`; return it and the remaining bytes. Raises
+    ValueError if the identity is truncated or malformed."""
     offset = 0
     parts: list[bytes] = []
     for _ in NAMES:

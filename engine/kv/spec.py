@@ -1,9 +1,9 @@
-"""The layout of cached keys and values, as a list of layer groups, its encoding, and the location
-of blocks in memory. Pure, without torch.
+"""The layout of cached keys and values: a list of layer groups, its encoding, and the location of
+blocks in memory. Pure, without torch.
 
-One block of one layer, on the wire and in the pool: [2, kv_heads, block_size, head_dim], keys
-first; a group may store its keys as [head_dim, block_size]. A latent group has only keys, a part of
-which is the value: [1, kv_heads, block_size, head_dim].
+One block of one layer, on the wire and in the pool, is [2, kv_heads, block_size, head_dim], keys
+first; a group may store its keys as [head_dim, block_size] instead. A group with latent attention
+has only keys, a part of which serves as the value: [1, kv_heads, block_size, head_dim].
 
 The encoding begins with its version. Decoding accepts exactly what encoding produces.
 """
@@ -22,7 +22,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}  # of one k
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share block tables, bitmaps and prefix hits."""
+    """Model layers with the same kind of attention and the same KV layout, which share block tables
+    and prefix cache entries."""
 
     layers: tuple[int, ...]  # model layer numbers
     kind: Kind
@@ -36,12 +37,13 @@ class LayerGroup:
 
     @property
     def block_shape(self) -> tuple[int, int, int]:
-        """(2 or, if latent, 1; heads held here; head_dim); block_size goes between the last two."""
+        """Shape of a block without its tokens: (2 for keys and values or 1 if latent, heads held
+        here, head_dim). In the array of a block, block_size comes before head_dim."""
         planes = 1 if self.kind == "latent" else 2
         return (planes, self.head_end - self.head_start, self.head_dim)
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the bytes of one block of one layer."""
+        """Return the size in bytes of one block of one layer."""
         planes, heads, head_dim = self.block_shape
         vectors = planes * heads * block_size  # a key or a value of one token and head
         if self.dtype == "int8":
@@ -51,13 +53,14 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class KvSpec:
-    """Layout of a KV cache."""
+    """Layout of a KV cache: tokens per block, and the layer groups."""
 
     block_size: int  # tokens per block
     groups: tuple[LayerGroup, ...]
 
     def pool_bytes(self, num_blocks: Sequence[int]) -> int:
-        """Return the bytes of pools with `num_blocks[g]` blocks of group g."""
+        """Return the size in bytes of a KV pool that has `num_blocks[g]` blocks for layer group
+        g."""
         return sum(
             count * len(group.layers) * group.block_bytes(self.block_size)
             for count, group in zip(num_blocks, self.groups, strict=True)
@@ -65,20 +68,23 @@ class KvSpec:
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Return the number of blocks that hold `num_tokens` tokens."""
+    """Return the number of blocks needed to hold the KV of `num_tokens` tokens."""
     return -(-num_tokens // block_size)
 
 
 def window_blocks(window: int, chunk_size: int, block_size: int) -> int:
-    """Return how many blocks hold a chunk, wherever it begins, and the window before it."""
+    """Return the number of blocks that hold a prefill chunk and the attention window before it,
+    wherever in a block the chunk begins."""
     return blocks_for(window - 1 + chunk_size, block_size) + 1
 
 
 def pool_sizes(spec: KvSpec, num_blocks: int, max_running: int, chunk_size: int) -> tuple[int, ...]:
-    """Return each group's number of blocks, with `num_blocks` for a full-attention group.
+    """Return the number of blocks of each layer group, if a group with full attention has
+    `num_blocks`.
 
-    A window group gets, for each row of a full batch, the blocks that a chunk needs and one more
-    window, for the prefix cache, parked requests and KV from prefill workers.
+    A window group gets enough blocks for each row of a full batch to compute a chunk, and one more
+    window per row, for the prefix cache, parked requests and KV from prefill workers; but at most
+    `num_blocks`. If all groups are window groups, each gets `num_blocks`.
     """
     if all(group.kind == "window" for group in spec.groups):
         return (num_blocks,) * len(spec.groups)  # they set how much the worker holds
@@ -94,7 +100,8 @@ def pool_sizes(spec: KvSpec, num_blocks: int, max_running: int, chunk_size: int)
 
 
 def spec_difference(local: KvSpec, remote: KvSpec, sides: tuple[str, str] = SIDES) -> str:
-    """Describe the first field that differs; empty: none. `sides` names the two processes."""
+    """Describe the first difference between the KV layouts of two processes; empty if they are
+    equal. `sides`: what to call the two processes."""
     local_side, remote_side = sides
     if local.block_size != remote.block_size:
         return f"block size {local.block_size} {local_side}, {remote.block_size} {remote_side}"
@@ -110,7 +117,8 @@ def spec_difference(local: KvSpec, remote: KvSpec, sides: tuple[str, str] = SIDE
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Whole blocks of consecutive layers of a group; on the wire [layers, blocks, block bytes]."""
+    """Addresses of whole KV blocks in consecutive layers of a layer group. On the wire the blocks
+    are [layers, blocks, bytes of a block]."""
 
     base: int  # address of block 0 of the group's first layer
     layer_bytes: int  # from one layer to the next
@@ -132,7 +140,7 @@ _GROUP = struct.Struct("<BIIIBIIBH")  # ends with the number of layers
 
 
 def encode_spec(spec: KvSpec) -> bytes:
-    """Return canonical bytes, equal only for equal specs."""
+    """Encode a KV layout as bytes, which are equal only for equal layouts."""
     encoded = _SPEC.pack(SPEC_VERSION, spec.block_size, len(spec.groups))
     for group in spec.groups:
         encoded += _GROUP.pack(
@@ -151,7 +159,8 @@ def encode_spec(spec: KvSpec) -> bytes:
 
 
 def decode_spec(data: bytes) -> KvSpec:
-    """Decode the bytes of encode_spec. Raises ValueError if they are malformed."""
+    """Decode a KV layout from the bytes that `encode_spec` returns. Raises ValueError if they are
+    malformed or have another version."""
     try:
         version, block_size, count = _SPEC.unpack_from(data)
         if version != SPEC_VERSION:
@@ -165,7 +174,7 @@ def decode_spec(data: bytes) -> KvSpec:
                 _GROUP.unpack_from(data, offset)
             )
             if by_dim > 1:
-                raise ValueError(f"the KV layout has an invalid flag: {by_dim}")
+                raise ValueError(f"the KV layout's flag keys_by_dim is {by_dim}, not 0 or 1")
             offset += _GROUP.size
             layers = struct.unpack_from(f"<{num_layers}H", data, offset)
             offset += 2 * num_layers
@@ -185,10 +194,10 @@ def decode_spec(data: bytes) -> KvSpec:
     except (struct.error, IndexError) as err:
         raise ValueError(f"the KV layout is malformed: {err}") from None
     if offset != len(data):
-        raise ValueError("the KV layout has trailing bytes")
+        raise ValueError(f"the KV layout has {len(data) - offset} bytes after its end")
     return KvSpec(block_size, tuple(groups))
 
 
 def spec_digest(spec: KvSpec) -> bytes:
-    """Return the SHA-256 of the canonical bytes."""
+    """Return the SHA-256 of the encoded KV layout."""
     return hashlib.sha256(encode_spec(spec)).digest()

@@ -1,4 +1,5 @@
-"""KV pools whose layers are tensors, in host memory or on a CUDA device."""
+"""KV pools for backends that use torch: their layers are tensors, in host memory or on a CUDA
+device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from pdserve.engine.kv.spec import KvSpec, LayerGroup
 
 
 class TorchKvCache(KvCache):
-    """A pool in host memory, which the tensors share."""
+    """KV pool in host memory whose layers are torch tensors that share the pool's memory."""
 
     def layer(self, n: int) -> tuple[Tensor, int]:
         data, group = super().layer(n)
@@ -20,20 +21,23 @@ class TorchKvCache(KvCache):
 
 
 class DeviceKvCache(KvCache):
-    """A pool on a CUDA device. The model runs on `stream`; reads and writes of KV transfers go
-    through pinned memory on a separate stream, so that they overlap with steps."""
+    """KV pool on a CUDA device. The model runs on one CUDA stream; `read` and `write`, for KV
+    transfers, copy through pinned host memory on another stream, so that they overlap with engine
+    steps."""
 
     def __init__(
         self, spec: KvSpec, num_blocks: Sequence[int], stream: torch.cuda.Stream | None = None
     ) -> None:
-        """`stream`: None selects the current stream of this thread."""
+        """`stream`: the CUDA stream that the model runs on; None selects this thread's current
+        stream."""
         self.device = torch.cuda.current_device()
         self._compute_stream = stream or torch.cuda.current_stream()
         self._copy_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         super().__init__(spec, num_blocks)
 
     def read(self, group: int, layers: range, blocks: Sequence[int]) -> list[memoryview]:
-        """Wait for everything launched before; the bytes include it."""
+        """Return the bytes of whole blocks like KvCache.read. Waits for all work launched before on
+        the model's stream, so that the bytes include its results."""
         self._check(group, layers, blocks, self.num_bytes(group, layers, blocks))
         if not blocks or not layers:
             return []
@@ -47,7 +51,8 @@ class DeviceKvCache(KvCache):
         return [layer.flatten().numpy().data for layer in pinned]
 
     def write(self, group: int, layers: range, blocks: Sequence[int], payload: memoryview) -> None:
-        """Queue the copy like KvCache.write: later computation waits for it."""
+        """Queue the copy of `payload` into whole blocks, like KvCache.write; computation launched
+        later waits for the copy."""
         self._check(group, layers, blocks, payload.nbytes)
         if not blocks or not layers:
             return
@@ -68,8 +73,8 @@ class DeviceKvCache(KvCache):
             super().copy(copies)
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Upload block numbers from pinned memory, so that the copy does not wait for the
-        stream."""
+        """Upload block numbers to the device through pinned host memory, so that the caller need
+        not wait for the stream."""
         pinned = torch.empty(len(blocks), dtype=torch.int64, pin_memory=True)
         pinned.copy_(torch.tensor(list(blocks)))
         return pinned.to(self._device_name, non_blocking=True)

@@ -1,4 +1,5 @@
-"""Decides what each step computes, and who owns which KV blocks."""
+"""The scheduler: decides which tokens each engine step computes, and which request owns which KV
+blocks."""
 
 from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.engine.scheduling.fairness import by_priority

@@ -1,15 +1,17 @@
-"""Allocates blocks to sequences in every layer group at once, all groups or none. Pure.
+"""Allocates KV blocks to sequences in every layer group at once: in all groups, or in none if one
+of them lacks blocks. Pure.
 
-A new sequence gets blocks for its whole prompt in groups with full attention. In a window group it
-gets the blocks that a chunk and the window before it need; later it releases blocks that the window
-has passed and gets as many further on. So the pool of such a group may be smaller
-(spec.pool_sizes). A sequence that releases a shared block may then have to wait for blocks until
-the other sequences, which joined later, have passed it too.
+A new sequence gets blocks for its whole prompt in layer groups with full attention. In a group with
+sliding-window attention it gets only the blocks for one chunk and the window before it; as the
+window moves on, it releases the blocks that the window has passed and gets as many for later
+tokens. So the pool of a window group may be smaller (spec.pool_sizes). A passed block that other
+sequences share stays allocated until the window of each of them has passed it too; the sequence may
+have to wait for new blocks until then.
 
-Only the JobTable calls the methods that gain or free blocks; its docstring says who frees which.
-Only one sequence writes a block: a block that is shared or in the prefix cache is copied before the
-first write (`BlockCopy`). Copies run in order before any other write. The reference to the source
-is released at once: the next owner of that block writes it after the copy.
+Only the JobTable calls the methods that allocate or free blocks; its docstring says who frees
+which. Only one sequence writes a block: a block that is shared or in the prefix cache is copied
+before the first write (`BlockCopy`). Copies run in order, before any other write. The reference to
+a copy's source is released at once: the next owner of that block writes it after the copy.
 """
 
 from collections.abc import Sequence as Seq
@@ -28,8 +30,9 @@ from pdserve.engine.scheduling.request_state import Sequence
 
 
 class BlockTables:
-    """The block pools of an engine: one per layer group, of `num_blocks[g]` blocks. `chunk_size`:
-    maximum tokens of a sequence that one step computes."""
+    """The KV block pools of an engine, one per layer group, and the operations that give their
+    blocks to sequences. Group g has `num_blocks[g]` blocks. `chunk_size`: maximum number of a
+    sequence's tokens that one step computes."""
 
     def __init__(
         self, spec: KvSpec, num_blocks: Seq[int], chunk_size: int, caching: bool = True
@@ -46,28 +49,34 @@ class BlockTables:
 
     @property
     def main_pool(self) -> BlockPool:
-        """The pool of the main group."""
+        """The block pool of the main layer group, the first with full attention, which statistics
+        report."""
         return self.pools[self.main_group]
 
     def hashes(self, ids: Seq[int], seed_hash: bytes) -> list[bytes]:
-        """Return the chain hashes of the full blocks of `ids`; empty without a prefix cache."""
+        """Return the chain hashes of the full blocks of `ids`; empty if the prefix cache is
+        disabled."""
         return chain_hashes(ids, self.block_size, seed_hash) if self.caching else []
 
     def num_found(self, chain: Seq[bytes]) -> int:
-        """Return how many leading blocks of a chain of hashes the main pool can find."""
+        """Return how many blocks at the start of a chain, given by their hashes, are in the main
+        group's prefix cache."""
         missing = (index for index, link in enumerate(chain) if self.main_pool.find(link) is None)
         return next(missing, len(chain))
 
     def take_prefix_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Return net (added, removed) chain hashes of the main group since the last call."""
+        """Return the chain hashes that the main group's prefix cache has gained and lost since the
+        last call, as (added, removed). A hash that was both added and removed appears in
+        neither."""
         for pool in self.pools:
             if pool is not self.main_pool:
                 pool.take_events()
         return self.main_pool.take_events()
 
     def match(self, hashes: Seq[bytes], limit: int) -> int:
-        """Return how many leading tokens, at most `limit`, the cache has KV for. Groups with full
-        attention need every block; window groups need those that the next token sees."""
+        """Return for how many leading tokens, at most `limit`, the prefix cache holds the KV.
+        Groups with full attention must hold every block of these tokens; window groups only the
+        blocks that the token after them attends to."""
         max_hit = min(len(hashes), blocks_for(limit, self.block_size))
         for pool, window in zip(self.pools, self.windows, strict=True):
             if not window:
@@ -83,11 +92,14 @@ class BlockTables:
         return 0
 
     def first_seen(self, position: int, window: int) -> int:
-        """Return the first block that a token at `position` or later attends to."""
+        """Return the index of the first block that a token at `position` or later attends to;
+        `window` is the layer group's window in tokens, or 0 for full attention."""
         return max(0, position - window + 1) // self.block_size if window else 0
 
     def needed_at_once(self, num_blocks: int, window: int) -> int:
-        """Return how many of `num_blocks` unfilled blocks a sequence needs at once."""
+        """Return how many blocks must be allocated at once to a sequence that will fill
+        `num_blocks` blocks: all with full attention (`window` 0), otherwise at most those of one
+        chunk and its window."""
         if not window:
             return num_blocks
         return min(num_blocks, window_blocks(window, self._chunk_size, self.block_size))
@@ -100,13 +112,14 @@ class BlockTables:
         spare: Seq[int] = (),
         reserved: bool = False,
     ) -> list[BlockCopy] | None:
-        """Allocate a new sequence's first blocks; its first `num_cached` tokens come from the
-        cache.
+        """Allocate the first blocks of a new sequence; its first `num_cached` tokens use blocks of
+        the prefix cache.
 
-        A reserved sequence gets blocks for all its ids at once, but in window groups only those
-        that its last token sees, because this engine computes none of the others. Returns None and
-        changes nothing if the pool of group g would keep fewer than `spare[g]` available blocks. A
-        cached block that also holds later tokens is copied.
+        With `reserved`, for KV that a prefill worker sends, the sequence gets blocks for all its
+        ids at once, but in window groups only those that its last token attends to, because this
+        engine computes none of the other tokens. A cached block that also holds tokens after the
+        first `num_cached` is copied; returns the copies to make. Returns None and changes nothing
+        if that would leave fewer than `spare[g]` available blocks in the pool of any group g.
         """
         size = self.block_size
         total = blocks_for(len(sequence.ids), size)
@@ -148,10 +161,11 @@ class BlockTables:
         return copies
 
     def extend(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
-        """Add blocks for the first `num_tokens` tokens and make the next token's block writable.
+        """Add blocks to a sequence so that it has room for its first `num_tokens` tokens, and make
+        the block of the next token to compute writable, by a copy if the block is shared.
 
-        Sets `writable_to` to the end of that block. Returns None and changes nothing if a pool is
-        short.
+        Sets `sequence.writable_to` to the end of that block. Returns the copies to make; returns
+        None and changes nothing if a pool has too few blocks.
         """
         total = blocks_for(num_tokens, self.block_size)
         index = sequence.num_computed // self.block_size
@@ -179,7 +193,8 @@ class BlockTables:
         return copies
 
     def fork(self, sequence: Sequence, ids: list[int], choices: tuple[int, ...]) -> Sequence:
-        """Return a sequence that continues from the same computed tokens and shares all blocks."""
+        """Return a new sequence that shares all blocks and computed tokens of `sequence` and
+        continues with `ids`."""
         sequence.writable_to = 0  # its blocks are shared now
         other = Sequence(sequence.job, ids, choices, sequence.parent_hash)
         other.num_computed = sequence.num_computed
@@ -192,8 +207,8 @@ class BlockTables:
         return other
 
     def advance(self, sequence: Sequence, num_computed: int) -> None:
-        """Record KV of the first `num_computed` tokens: full blocks enter the prefix cache, and
-        blocks that the window has passed are released."""
+        """Record that the KV of the sequence's first `num_computed` tokens is computed: add full
+        blocks to the prefix cache, and release blocks that the attention window has passed."""
         sequence.num_computed = num_computed
         if (sequence.num_published + 1) * self.block_size <= num_computed:
             self.publish(sequence, num_computed, self._zeros)
@@ -201,8 +216,9 @@ class BlockTables:
             self._trim(sequence)
 
     def publish(self, sequence: Sequence, num_tokens: int, first_blocks: Seq[int]) -> None:
-        """Add full blocks of the first `num_tokens` tokens to the prefix cache, in group g from
-        block `first_blocks[g]` on: earlier ones are cached already or not filled."""
+        """Add the full blocks of the sequence's first `num_tokens` tokens to the prefix cache, in
+        group g only from block `first_blocks[g]` on, because earlier blocks are cached already or
+        were never filled."""
         size = self.block_size
         while self.caching and (sequence.num_published + 1) * size <= num_tokens:
             block = sequence.num_published
@@ -216,15 +232,16 @@ class BlockTables:
             sequence.num_published += 1
 
     def commit(self, sequence: Sequence, num_computed: int) -> None:
-        """Turn reserved blocks into the sequence's blocks, with KV of `num_computed` tokens."""
+        """Turn the reserved blocks of a sequence into ordinary ones, which hold the KV of its first
+        `num_computed` tokens."""
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
             pool.commit(b for b in table if b != NULL_BLOCK)
         self.advance(sequence, num_computed)
 
     def _trim(self, sequence: Sequence) -> None:
-        """Release the blocks that the window has passed, and allocate as many for tokens without
-        blocks. There may be fewer if released blocks are shared; `extend` then allocates the
-        rest."""
+        """Release the blocks of a sequence that the attention window has passed, and allocate as
+        many for its tokens that have no blocks yet. Allocates fewer if the pool is short because
+        others share the released blocks; `extend` allocates the rest later."""
         total = blocks_for(len(sequence.ids), self.block_size)
         for group, window in enumerate(self.windows):
             first = self.first_seen(sequence.num_computed, window)
@@ -239,12 +256,13 @@ class BlockTables:
                 sequence.rewritten_from[group] = min(sequence.rewritten_from[group], trimmed)
 
     def forget(self, sequence: Sequence) -> None:
-        """Remove the sequence's blocks from the prefix cache."""
+        """Remove all blocks of the sequence from the prefix cache."""
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
             pool.forget(table)
 
     def close(self, sequence: Sequence, reserved: bool = False) -> None:
-        """Release all blocks; the last one is the first to be evicted."""
+        """Release all blocks of a sequence. Of those that stay in the prefix cache, the last is the
+        first to be evicted. `reserved`: the blocks belong to a reservation."""
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
             pool.release([b for b in reversed(table) if b != NULL_BLOCK], reserved)
         sequence.block_tables = []

@@ -1,24 +1,29 @@
-"""Fairness between tenants: whose turn it is, and what a step owes to requests that it passed over.
-Pure.
+"""Fairness between tenants: which tenant comes next, and what a step owes to the requests that the
+previous step passed over. Pure.
 
-  +--- What a step leaves to later ones -----------------------------------------------------------+
-  | debt      to whom                 set by             effect                 ends               |
-  | --------- ----------------------- ------------------ ---------------------- ------------------ |
-  | left out  decode rows of a tenant leave_out: they    they come first        begin_rows, unless |
-  |           by rank                 exceed its share                          the tenant gives   |
-  |                                                                             way then           |
-  | gave way  the tenants left out    begin_rows: first  none gives way         the next           |
-  |           that got no row         prompt of another  again at once          begin_rows         |
-  | kept out  a tenant without a      keep_out: its      the first chunk of     begin_chunks       |
-  |           chunk                   chunk exceeds its  each tenant runs,                         |
-  |                                   share              whatever its size                         |
-  | short     the first queued job    end_chunks         reservations that it   the end_chunks of  |
-  |           that lacks blocks                          precedes wait          a step without one |
-  | refused   a refused reservation   refuse             queued jobs that it    end_chunks         |
-  |                                                      precedes get no blocks                    |
-  +------------------------------------------------------------------------------------------------+
+A *share* is the limit of one tenant in one step, in decode rows and in prompt tokens, while several
+tenants are active. A step may leave these debts to later steps:
 
-Only the methods of Fairness write these fields, and only the Scheduler calls them.
+  +----------+------------------------------------+---------------------------------+--------------+
+  | debt     | what happened: recorded by         | effect on the next step         | ended by     |
+  | -------- | ---------------------------------- | ------------------------------- | ------------ |
+  | left out | decode rows of a tenant, from a    | the tenant's rows begin with    | begin_rows   |
+  |          | rank on, exceed its share:         | these, or the tenant gives way  |              |
+  |          | leave_out                          |                                 |              |
+  | gave way | a tenant with rows left out gets   | no tenant gives way again       | begin_rows   |
+  |          | no row, so that another tenant's   |                                 |              |
+  |          | first prompt runs: begin_rows      |                                 |              |
+  | kept out | a tenant gets no chunk, because    | the first chunk of every tenant | begin_chunks |
+  |          | its first exceeds its share:       | runs, whatever its size         |              |
+  |          | keep_out                           |                                 |              |
+  | short    | a queued request lacks blocks:     | reservations for requests       | end_chunks   |
+  |          | end_chunks                         | behind it wait until no queued  |              |
+  |          |                                    | request lacks blocks            |              |
+  | refused  | a reservation is refused: refuse   | queued requests behind it get   | end_chunks   |
+  |          |                                    | no blocks                       |              |
+  +----------+------------------------------------+---------------------------------+--------------+
+
+Only the methods of Fairness write the fields of these debts, and only the Scheduler calls them.
 """
 
 import math
@@ -37,8 +42,8 @@ ACTIVE_S = 1.0  # a tenant counts as active this long after its last request has
 def by_priority(
     entries: Sequence[T], tenant: Callable[[T], bytes], priority: Callable[[T], int]
 ) -> list[T]:
-    """Sort each tenant's entries by priority, stably, within the places that the tenant has, so
-    that none gains against another."""
+    """Sort the queue entries of each tenant by priority, lowest value first, stably. A tenant's
+    entries only exchange places with each other, so no tenant gains a place from another."""
     by_tenant: dict[bytes, list[T]] = {}
     for entry in entries:
         by_tenant.setdefault(tenant(entry), []).append(entry)
@@ -50,10 +55,12 @@ def by_priority(
 
 
 class Turns:
-    """The order of tenants with prompts to compute, the one with the fewest computed tokens first.
+    """Order in which tenants with prompts to compute take turns: the tenant with the fewest
+    computed prompt tokens first.
 
-    A new tenant comes before tenants whose prompts have begun, but after earlier arrivals and
-    tenants passed over for more than MAX_PASSED steps.
+    A tenant that just arrived comes before tenants whose prompts are already being computed, but
+    after tenants that arrived earlier and have no computed tokens yet, and after any tenant that
+    more than MAX_PASSED steps in a row passed over.
     """
 
     def __init__(self) -> None:
@@ -63,7 +70,8 @@ class Turns:
         self._active: dict[bytes, float] = {}  # when each tenant last had a request
 
     def are_shared(self, tenants: Iterable[bytes], now_s: float) -> bool:
-        """Whether several tenants are active; `tenants` are those that have requests now."""
+        """Return whether several tenants share the engine: those with requests now (`tenants`), and
+        those whose last request ended less than ACTIVE_S seconds ago."""
         for tenant in set(tenants):
             self._active[tenant] = now_s
         if len(self._active) > 1:
@@ -74,7 +82,8 @@ class Turns:
         return len(self._active) > 1
 
     def order(self, entries: Sequence[T], tenant: Callable[[T], bytes]) -> Sequence[T]:
-        """Return the first entry of each tenant, then the second of each, and so on."""
+        """Reorder queue entries so that tenants take turns: the first entry of each tenant, then
+        the second of each, and so on."""
         tenants = {tenant(entry) for entry in entries}
         counts = {name: count for name, count in self._computed.items() if name in tenants}
         self._begun &= tenants
@@ -97,7 +106,7 @@ class Turns:
         return [entry for *_, entry in ranked]
 
     def computed(self, tenant: bytes, tokens: int) -> None:
-        """Count prompt tokens of a tenant that a step computes."""
+        """Record that a step computes this number of prompt tokens of a tenant."""
         if tenant in self._computed:
             self._computed[tenant] += tokens
             self._passed[tenant] = 0
@@ -109,7 +118,8 @@ FIRST: Rank = (-math.inf, 0)  # before every job
 
 
 class Fairness:
-    """The debts between two steps. Tenants are named as in their requests."""
+    """What one step of the Scheduler owes to requests that the previous step passed over; the table
+    in the module docstring lists these debts. Tenants are named as in Request.tenant."""
 
     def __init__(self) -> None:
         self._left_out: dict[bytes, Rank] = {}
@@ -120,17 +130,21 @@ class Fairness:
 
     @property
     def gave_way(self) -> bool:
-        """Whether a tenant got no decode rows so that another's first prompt can run."""
+        """Whether, in the current step, a tenant gets no decode rows so that the first prompt of
+        another tenant can run."""
         return self._gave_way
 
     @property
     def short(self) -> RequestState | None:
-        """The first queued job that lacked blocks in the last step."""
+        """The first queued request that lacked KV blocks in the last step; None if no request
+        did."""
         return self._short
 
     def begin_rows(self, tenants: Iterable[bytes], prompt_waits: bool) -> dict[bytes, Rank]:
-        """Return the tenants that get decode rows, each with the rank of the job to begin with.
-        `prompt_waits`: another tenant's first prompt can begin."""
+        """Return the tenants that get decode rows in this step, each with the rank of the request
+        to begin with: the one that the previous step left out, or else the first. `prompt_waits`: a
+        tenant without running requests has a prompt that could start; tenants whose rows were left
+        out then get no rows, but not in two steps in a row."""
         ranks = {tenant: self._left_out.get(tenant, FIRST) for tenant in tenants}
         gives_way = prompt_waits and not self._gave_way
         waiting = {t: rank for t, rank in ranks.items() if gives_way and rank != FIRST}
@@ -138,30 +152,38 @@ class Fairness:
         return {t: rank for t, rank in ranks.items() if t not in waiting}
 
     def leave_out(self, tenant: bytes, rank: Rank) -> None:
-        """Note that a tenant's share was used up before the job of this rank."""
+        """Record that a tenant's share of decode rows was used up before its request of this rank;
+        the next step begins with that job."""
         self._left_out[tenant] = rank
 
     def begin_chunks(self) -> bool:
-        """Return whether the first chunk of every tenant runs, whatever its size."""
+        """Begin the prefill chunks of a step. Return whether the first chunk of every tenant may
+        exceed its share, because in the previous step a tenant got no chunk."""
         kept_out, self._kept_out = self._kept_out, False
         return kept_out
 
     def keep_out(self) -> None:
-        """Note that a tenant got no chunk because its first one exceeds its share."""
+        """Record that a tenant got no prefill chunk in this step because its first chunk exceeds
+        its share."""
         self._kept_out = True
 
     def end_chunks(self, short: RequestState | None) -> None:
-        """Note the first queued job that lacks blocks; a refused reservation has had its turn."""
+        """End the prefill chunks of a step: record the first queued request that lacks KV blocks
+        (None if no request does), and forget the refused reservation, which delayed requests for
+        this step only."""
         self._short, self._refused = short, None
 
     def refuse(self, reservation: RequestState) -> None:
-        """Note the job of a refused reservation."""
+        """Record the request whose reservation of blocks was refused; in the next step no queued
+        request after it gets blocks."""
         self._refused = reservation
 
     def held_up(self, job: RequestState) -> bool:
-        """Whether a refused reservation precedes the job."""
+        """Whether the request must not get blocks in this step because a refused reservation
+        precedes it."""
         return self._refused is not None and self._refused.precedes(job)
 
     def must_wait(self, reserving: RequestState) -> bool:
-        """Whether a queued job that lacks blocks precedes the job that requests a reservation."""
+        """Whether a reservation of blocks must wait because a queued request that lacks blocks
+        precedes it. `reserving`: the request to reserve for."""
         return self._short is not None and self._short.precedes(reserving)

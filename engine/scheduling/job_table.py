@@ -1,17 +1,18 @@
-"""Requests of an engine by state, and reservations for transfers; the only module that gains and
-frees blocks for them. Pure.
+"""All requests of an engine by state, and the reservations of KV blocks for transfers. Only this
+module allocates and frees blocks for them. Pure.
 
-Reserved blocks belong to the reservation from JobTable.reserve until commit makes them the
-request's, or release frees them, each at most once. Aborting the request ends the reservation too.
-Verified blocks are in the prefix cache and stay there when the reservation frees them.
+Reserved blocks belong to the reservation from JobTable.reserve until JobTable.commit gives them to
+the request, or JobTable.release frees them; each of these happens at most once. Aborting the
+request ends its reservation too. Blocks whose KV was received and verified are in the prefix cache,
+and stay there when the reservation frees them.
 
 A request (a *job* here) is in one of these states:
 
-    waiting    queued; it has blocks only after a KV transfer, a park or a hold
-    running    it has rows (slots) of the batch
-    held       others read its blocks: a computed prefill_only request, or one that migrates
-    reserved   a prefill worker sends its KV
-    parked     no client listens; it has no slots, and its blocks until others need them
+    waiting    in the queue; has blocks only after a KV transfer, a park or a hold
+    running    has rows (slots) of the batch
+    held       other workers read its blocks: it is prefill_only and computed, or it migrates
+    reserved   has reserved blocks, for which a prefill worker sends the KV
+    parked     its client does not listen: has no slots, and loses its blocks if others need them
 
   +--- Who frees which blocks ---------------------------------------------------------------------+
   | slice                 gained by             freed by                                           |
@@ -35,15 +36,16 @@ A request (a *job* here) is in one of these states:
   |                                             committed; unhold keeps it                         |
   | parked                as rest and growth    end, by evict when others lack blocks; unpark      |
   |                                             keeps it                                           |
-  | cached                advance, verified     no owner: the pool keeps its content to be found   |
-  |                                             until `allocate` takes the block                   |
+  | cached                advance, verified     no owner: its content can be found by hash until   |
+  |                                             BlockPool.allocate takes the block                 |
   +------------------------------------------------------------------------------------------------+
 
-A sequence has blocks exactly while it is in `job.sequences` of a job in `by_key`, and its
-references are reserved exactly while the job is in `reserved`. `discrepancy` compares this with the
-counts of the pools: after every turn of the simulation, at the end of every test that uses
-an engine, and in every running worker. tests/engine/scheduling checks it after each of thousands of
-random operations, and checks that no other module changes a block table.
+Invariant: a sequence has blocks exactly while it is in `job.sequences` of a job in
+JobTable.by_key, and its references to them count as reserved exactly while the job is in
+JobTable.reserved. `discrepancy` compares this with the counts of the pools: after every turn of the
+simulation, at the end of every test that uses an engine, and in every running worker.
+tests/engine/scheduling checks it after each of thousands of random operations, and checks that no
+other module changes a block table.
 """
 
 from bisect import insort
@@ -58,7 +60,7 @@ from pdserve.engine.scheduling.request_state import RequestState, Sequence
 
 
 class ReservationState(Enum):
-    """The state of a reservation: open -> committed | released | aborted."""
+    """State of a reservation of KV blocks: open, then one of committed, released or aborted."""
 
     OPEN = "open"
     COMMITTED = "committed"
@@ -67,10 +69,11 @@ class ReservationState(Enum):
 
 
 class Reservation:
-    """Blocks for the KV of a request's prefix without its last token.
+    """KV blocks that a prefill worker fills for a request: those of the request's prefix without
+    its last token.
 
-    Block i of a group holds tokens [i * block_size, (i + 1) * block_size). Only blocks from
-    `first_block[group]` on are to be filled, and only while the reservation is open.
+    Block i of a group holds tokens [i * block_size, (i + 1) * block_size). The worker sends only
+    the blocks from `first_block[group]` on, and only while the reservation is open.
     """
 
     def __init__(
@@ -92,20 +95,21 @@ class Reservation:
 
     @property
     def open(self) -> bool:
-        """Whether its blocks may still be written."""
+        """Whether the reservation is open, so that its blocks may still be written."""
         return self.state is ReservationState.OPEN
 
     def check_open(self) -> None:
         """Raise ValueError if the reservation is not open."""
         if not self.open:
-            raise ValueError(f"reservation of {self.key!r} is {self.state.value}")
+            raise ValueError(f"the reservation of request {self.key!r} is {self.state.value}")
 
 
 class JobTable:
-    """Requests, their slots in the batch and their blocks; only its methods change them.
+    """All requests of an engine, their slots (rows of the batch) and their KV blocks; only the
+    methods of this class change them.
 
-    A method that returns None for lack of blocks has changed nothing. The BlockCopys that methods
-    return must run, in order, before anything is written to a block.
+    A method that returns None because blocks are short has changed nothing. The BlockCopys that
+    methods return must run, in order, before anything is written to a block.
     """
 
     def __init__(self, tables: BlockTables, num_slots: int) -> None:
@@ -123,11 +127,12 @@ class JobTable:
 
     @property
     def num_free_slots(self) -> int:
-        """Rows of the batch that no job holds."""
+        """Number of slots (rows of the batch) that no request occupies."""
         return len(self._free_slots)
 
     def num_blocks(self, jobs: Iterable[RequestState]) -> int:
-        """Return how many main-group blocks these jobs use; shared ones count each time."""
+        """Return how many blocks of the main layer group these requests use; a block that several
+        sequences share counts once for each."""
         return sum(
             block != NULL_BLOCK
             for job in jobs
@@ -138,12 +143,13 @@ class JobTable:
     # --- the queue and the batch
 
     def add(self, job: RequestState) -> None:
-        """Queue a new job, without blocks."""
+        """Add a new request to the queue, without KV blocks."""
         self.by_key[job.key] = job
         self.waiting[job.key] = job
 
     def admit(self, job: RequestState) -> list[BlockCopy] | None:
-        """Move a waiting job into the batch, which has slots; return None if blocks are short."""
+        """Move a waiting request into the batch, which must have slots for it, and allocate its
+        blocks. Return the block copies to make; None if there are too few blocks."""
         copies: list[BlockCopy] = []
         if not job.sequences:
             opened = self._open_prefix(job, self._spare(job), reserved=False)
@@ -159,7 +165,8 @@ class JobTable:
         return copies
 
     def preempt(self, job: RequestState) -> None:
-        """Return a job to the queue without blocks; it keeps its generated tokens."""
+        """Take a request's blocks and slots and return it to the queue. It keeps its generated
+        tokens, whose KV is computed again later."""
         self._close_sequences(job)
         if job in self.running:
             self.running.remove(job)
@@ -167,8 +174,12 @@ class JobTable:
         self.preemptions += 1
 
     def victim(self, excluded: set[int]) -> RequestState | None:
-        """Return the job to preempt: the last by rank of the youngest job's tenant, so that
-        priorities do not let a tenant keep more blocks. `excluded`: orders of jobs in the step."""
+        """Return the request to preempt when blocks run out; None if there is none.
+
+        It belongs to the tenant of the youngest request with blocks, and is the last of that tenant
+        by priority and arrival; so priorities do not let a tenant keep more blocks. `excluded`:
+        arrival numbers (`order`) of requests in the current step, which are not preempted.
+        """
         with_blocks = [j for j in self.waiting.values() if j.sequences]
         candidates = [
             job
@@ -184,16 +195,19 @@ class JobTable:
     # --- sequences of running jobs
 
     def extend(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
-        """Add blocks up to `num_tokens` tokens and make the next one's writable; None: too few."""
+        """Add blocks to a sequence for its first `num_tokens` tokens, and make the block of the
+        next token to compute writable. Return the block copies to make; None if there are too few
+        blocks."""
         return self.tables.extend(sequence, num_tokens)
 
     def advance(self, sequence: Sequence, num_computed: int) -> None:
-        """Record KV of the first `num_computed` tokens: full blocks enter the prefix cache, and
-        blocks that the window has passed are released."""
+        """Record that the KV of the sequence's first `num_computed` tokens is computed: add full
+        blocks to the prefix cache, and release blocks that the attention window has passed."""
         self.tables.advance(sequence, num_computed)
 
     def fork(self, prefix: Sequence, choice: int) -> None:
-        """Continue a choice from a computed prefix; it shares all blocks and takes one slot."""
+        """Make a separate sequence for a choice, which continues from the computed prefix: it
+        shares all blocks of the prefix and takes one of the request's slots."""
         job = prefix.job
         branch = self.tables.fork(prefix, job.branch_ids(choice), (choice,))
         branch.is_prefix = False
@@ -201,12 +215,12 @@ class JobTable:
         job.sequences.append(branch)
 
     def forget(self, job: RequestState) -> None:
-        """Remove the job's blocks from the prefix cache."""
+        """Remove the request's blocks from the prefix cache."""
         for sequence in job.sequences:
             self.tables.forget(sequence)
 
     def end_sequence(self, sequence: Sequence) -> None:
-        """End the sequence of a finished choice and free its blocks and slot."""
+        """End the sequence of a finished choice; free its blocks and its slot."""
         sequence.job.sequences.remove(sequence)
         self.tables.close(sequence)
         if sequence.slot >= 0:
@@ -214,40 +228,45 @@ class JobTable:
             sequence.slot = -1
 
     def return_slot(self, job: RequestState) -> None:
-        """Free a slot of a job for a choice that ended before the prefix was computed."""
+        """Free the slot that a request holds for a choice that has ended before the shared prefix
+        was computed."""
         if job.slots:
             self._free_slots.append(job.slots.pop())
 
     # --- park, hold and the end
 
     def park(self, job: RequestState) -> None:
-        """Take a waiting or running job out of the steps: it keeps its blocks, not its slots."""
+        """Exclude a waiting or running request from steps: it keeps its blocks but gives up its
+        slots."""
         self._leave_steps(job)
         self.parked[job.key] = job
 
     def unpark(self, job: RequestState) -> None:
-        """Return a parked job to the queue, with its blocks."""
+        """Return a parked request to the queue, with its blocks."""
         self.waiting[job.key] = self.parked.pop(job.key)
 
     def evict(self) -> RequestState | None:
-        """End the longest parked job that has blocks; return None if there is none."""
+        """End the request that has been parked longest and still has blocks, and return it; return
+        None if no parked request has blocks."""
         job = next((j for j in self.parked.values() if j.sequences), None)
         if job is not None:
             self.end(job)
         return job
 
     def hold(self, job: RequestState) -> None:
-        """Take a job out of the steps and pin its blocks: others read them."""
+        """Exclude a request from steps and keep its blocks, so that another worker can read
+        them."""
         self._leave_steps(job)
         self.parked.pop(job.key, None)
         self.held[job.key] = job
 
     def unhold(self, job: RequestState) -> None:
-        """Return a held job to the queue, with its blocks."""
+        """Return a held request to the queue, with its blocks."""
         self.waiting[job.key] = self.held.pop(job.key)
 
     def end(self, job: RequestState) -> None:
-        """Remove a job in any state and free its blocks; an open reservation is aborted."""
+        """Remove a request in any state and free its blocks; abort its reservation if that is
+        open."""
         reservation = self.reserved.pop(job.key, None)
         self._close_sequences(job, reserved=reservation is not None)
         if reservation is not None and reservation.open:
@@ -261,7 +280,9 @@ class JobTable:
     # --- reservations: blocks for KV that a prefill worker sends
 
     def reserve(self, job: RequestState) -> tuple[Reservation, list[BlockCopy]] | None:
-        """Reserve blocks for a new job's whole prefix; return None if they are short."""
+        """Reserve blocks for the whole prefix of a new request, whose KV a prefill worker will
+        send. Return the reservation and the block copies to make; None if there are too few
+        blocks."""
         copies = self._open_prefix(job, spare=(), reserved=True)
         if copies is None:
             return None
@@ -272,13 +293,14 @@ class JobTable:
         return reservation, copies
 
     def verified(self, reservation: Reservation, num_tokens: int) -> int:
-        """Add full blocks of the first `num_tokens` received tokens to the prefix cache, and return
-        the number of prefix tokens cached so far.
+        """Add the full blocks of a reservation's first `num_tokens` tokens, which have been
+        received and verified, to the prefix cache. Return the number of prefix tokens cached so
+        far.
 
         The blocks stay reserved; if the reservation ends without a commit, they stay in the cache
-        until they are evicted. With window groups, nothing is cached while the next token would
-        lack a block that was not requested. Raises ValueError if the reservation is not open or has
-        fewer tokens.
+        until they are evicted. With window groups, caches nothing as long as the token after the
+        first `num_tokens` attends to a block that is neither cached nor sent by the prefill worker.
+        Raises ValueError if the reservation is not open or has fewer than `num_tokens` tokens.
         """
         reservation.check_open()
         if num_tokens > reservation.num_tokens:
@@ -297,7 +319,8 @@ class JobTable:
         return sequence.num_published * size
 
     def commit(self, reservation: Reservation) -> None:
-        """Queue the job of a fully written reservation. Raises ValueError if it is not open."""
+        """Queue the request of a reservation whose blocks are all filled; the blocks become the
+        request's. Raises ValueError if the reservation is not open."""
         reservation.check_open()
         job = reservation.job
         self.tables.commit(job.sequences[0], reservation.num_tokens)
@@ -306,8 +329,8 @@ class JobTable:
         self.waiting[job.key] = job
 
     def release(self, reservation: Reservation) -> None:
-        """Free the blocks of an open reservation; an aborted one has none. Raises ValueError if it
-        was committed or released before."""
+        """Free the blocks of an open reservation and end its request. Does nothing if the
+        reservation was aborted; raises ValueError if it was committed or released before."""
         if reservation.state is ReservationState.ABORTED:
             return
         reservation.check_open()
@@ -319,7 +342,8 @@ class JobTable:
     def _open_prefix(
         self, job: RequestState, spare: Seq[int], reserved: bool
     ) -> list[BlockCopy] | None:
-        """Make the job's prefix a sequence with its first blocks; return None if they are short."""
+        """Make a sequence of the request's prefix and allocate its first blocks, some from the
+        prefix cache. Return the block copies to make; None if there are too few blocks."""
         prefix = job.prefix()
         tables = self.tables
         if job.hashes is None:
@@ -343,7 +367,9 @@ class JobTable:
         return copies
 
     def _spare(self, job: RequestState) -> Seq[int]:
-        """Return the blocks to leave in each group for the growth of jobs and of other choices."""
+        """Return how many blocks of each layer group must stay available when this request is
+        admitted: one for each running sequence, which may need another block, and those for the
+        request's other choices."""
         tables = self.tables
         num_growing = sum(len(j.sequences) for j in self.running if j.request.generates)
         extra_blocks: list[int] = []
@@ -378,11 +404,12 @@ class JobTable:
 
 
 def discrepancy(jobs: JobTable, recount: bool = False) -> str:
-    """Describe the first inconsistency between pools and jobs; empty if there is none.
+    """Describe the first inconsistency between the block pools and the requests; empty if there is
+    none.
 
-    In each group free + used + cached + reserved must equal all blocks. With `recount`, the
-    references that the pool has counted must also be those of the sequences, which takes time in
-    proportion to the blocks in use.
+    In each layer group free + used + cached + reserved must equal the number of blocks. With
+    `recount`, also compares the reference counts of the pool with the blocks that sequences really
+    refer to, which takes time in proportion to the blocks in use.
     """
     for group, pool in enumerate(jobs.tables.pools):
         counts = pool.counts()
@@ -401,7 +428,8 @@ def discrepancy(jobs: JobTable, recount: bool = False) -> str:
 
 
 def _references(jobs: JobTable, group: int) -> tuple[Counter[int], Counter[int]]:
-    """Return, by block, the references of sequences and those of reservations."""
+    """Count how often each block of a layer group is referred to: by ordinary sequences, and by
+    those of reservations."""
     used, reserved = Counter[int](), Counter[int]()
     for job in jobs.by_key.values():
         references = reserved if job.key in jobs.reserved else used

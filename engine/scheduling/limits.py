@@ -1,4 +1,4 @@
-"""Bounds of an engine, and the check of a request against them. Pure."""
+"""Limits of an engine, and the check of a request against them. Pure."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,11 @@ NO_EMBEDDINGS = "The model does not support Embeddings API"  # vLLM's words
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Bounds of an engine. A step has room for every running sequence and one whole chunk."""
+    """Limits of an engine, such as its context length and batch size. One step has room for every
+    running sequence and one whole prefill chunk.
+
+    Raises ValueError if `step_tokens` is too small for that.
+    """
 
     vocab_size: int
     context_len: int  # tokens, prompt and answer together
@@ -46,14 +50,15 @@ class EngineLimits:
             )
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Return the ids that end a choice."""
+        """Return the token ids that end a choice under these sampling parameters."""
         eos = frozenset() if params.ignore_eos else self.eos_ids
         return eos.union(params.stop_token_ids)
 
     def finish_of(
         self, ids: list[int], params: SamplingParams, max_tokens: int
     ) -> FinishReason | None:
-        """Return how a choice with these generated ids has ended; None if it has not."""
+        """Return why a choice with these generated ids has ended: STOP or LENGTH; None if it has
+        not ended."""
         if ids and len(ids) > params.min_tokens:
             last = ids[-1]
             if last in params.stop_token_ids or (not params.ignore_eos and last in self.eos_ids):
@@ -61,7 +66,8 @@ class EngineLimits:
         return FinishReason.LENGTH if len(ids) >= max_tokens else None
 
     def check(self, request: Request) -> int:
-        """Check a request against these limits; return its max_tokens. Raises InvalidRequest,
+        """Check a request against these limits; return the maximum number of tokens that each
+        choice may generate, 0 for a request that generates none. Raises InvalidRequest or
         ContextLengthExceeded."""
         self._check_sampling(request)
         params, prompt_len = request.params, len(request.prompt_ids)
@@ -73,7 +79,9 @@ class EngineLimits:
             )
         for ids in (request.prompt_ids, *(c.generated_ids for c in request.choices)):
             if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
-                raise InvalidRequest("a token id is outside the vocabulary", "prompt")
+                raise InvalidRequest(
+                    f"a token id is outside the vocabulary of {self.vocab_size} ids", "prompt"
+                )
         if request.pool and not self.pooling:
             raise InvalidRequest(NO_EMBEDDINGS, "model")
         if self.pooling and not request.pool:
@@ -89,7 +97,11 @@ class EngineLimits:
             if prompt_len > self.context_len:
                 raise ContextLengthExceeded(self._too_long(prompt_len, 0, 1), "prompt")
             if blocks_for(prompt_len, self.block_size) > self.num_blocks:
-                raise ContextLengthExceeded("the prompt exceeds the KV pool", "prompt")
+                raise ContextLengthExceeded(
+                    f"the prompt has {prompt_len} tokens, but the KV pool holds only "
+                    f"{self.num_blocks * self.block_size}",
+                    "prompt",
+                )
             return 0
         max_new_tokens = min(
             self.context_len - prompt_len, self._pool_capacity(prompt_len, params.n)
@@ -104,11 +116,14 @@ class EngineLimits:
                 too_long = self._too_long(prompt_len, max_tokens, params.n)
                 raise ContextLengthExceeded(too_long, "max_tokens")
         if params.min_tokens > max_tokens:
-            raise InvalidRequest("min_tokens must be at most max_tokens", "min_tokens")
+            raise InvalidRequest(
+                f"min_tokens must be at most max_tokens ({max_tokens})", "min_tokens"
+            )
         return max_tokens
 
     def _check_sampling(self, request: Request) -> None:
-        """Raise InvalidRequest if a parameter is out of range."""
+        """Raise InvalidRequest if a sampling parameter is out of range or has an invalid token
+        id."""
         params = request.params
         for name, bounds in BOUNDS.items():
             setting = request.seed if name == "seed" else getattr(params, name)
@@ -128,14 +143,16 @@ class EngineLimits:
         check_constraints(params, self.vocab_size, self.eos_ids)
 
     def _pool_capacity(self, prompt_len: int, n: int) -> int:
-        """Return the tokens that each of n choices can generate in an otherwise empty pool. Full
-        prompt blocks are shared; no KV is kept for the last token of a choice."""
+        """Return how many tokens each of `n` choices could generate if the request had the whole KV
+        pool. Choices share the full blocks of the prompt, and the last token of a choice needs no
+        KV."""
         shared = prompt_len // self.block_size
         blocks_per_choice = (self.num_blocks - shared) // n
         return max(0, blocks_per_choice * self.block_size - prompt_len % self.block_size + 1)
 
     def _too_long(self, prompt_len: int, max_tokens: int, n: int) -> str:
-        """Return the error text in OpenAI's words, which clients look for."""
+        """Return the error message for a request that exceeds the context or the KV pool, in
+        OpenAI's words, because clients parse them."""
         each = f" of each of {n} choices" if n > 1 else ""
         return (
             f"This model's maximum context length is {self.context_len} tokens. However, you "
@@ -147,7 +164,8 @@ class EngineLimits:
 
 
 def _check_pooled(params: SamplingParams) -> None:
-    """Raise InvalidRequest for params that only apply to generated tokens."""
+    """Raise InvalidRequest if an embedding request sets parameters that only apply to generated
+    tokens."""
     if params.n > 1:
         raise InvalidRequest("n must be 1 for an embedding", "n")
     for name in ("allowed_token_ids", "bad_words", "grammar", "thinking"):

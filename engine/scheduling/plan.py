@@ -1,7 +1,8 @@
-"""The plan of a step, and the outcomes sampled from its logits, as plain data. Pure.
+"""The plan of an engine step (the rows of the batch and block copies), and the outcomes sampled
+from its logits, as plain data. Pure.
 
-Objects made for every row of every step are named tuples: making a frozen dataclass takes three
-times as long.
+Objects that are made for every row of every step are named tuples, because making a frozen
+dataclass takes three times as long.
 """
 
 from dataclasses import dataclass, field
@@ -16,8 +17,8 @@ from pdserve.engine.scheduling.request_state import Sequence
 
 
 class Row(NamedTuple):
-    """A row of the batch: tokens [start, end) of one sequence. A decode row has one token. Hidden
-    states are needed from `first_output` on."""
+    """Row of the batch: tokens [start, end) of one sequence, one token in a decode row. The model
+    returns hidden states only for the row's tokens from index `first_output` on."""
 
     sequence: Sequence
     start: int
@@ -32,7 +33,8 @@ class Row(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """One step. `copies` run before anything is computed; a plan without rows has events only."""
+    """Plan of one step. The block copies in `copies` run before anything is computed. A plan
+    without rows only sends its events."""
 
     events: list[Event]
     copies: list[BlockCopy] = field(default_factory=list)
@@ -46,7 +48,7 @@ class Plan:
 
 
 class SampledToken(NamedTuple):
-    """The next token of one choice, or an error."""
+    """Next token of one choice, or the error because of which it has none."""
 
     token: int
     logprob: TokenLogprob | None = None
@@ -56,7 +58,8 @@ class SampledToken(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The results of one row."""
+    """What a computed row yields: sampled tokens, log-probabilities of prompt tokens, hidden states
+    to pool."""
 
     tokens: tuple[SampledToken, ...] = ()  # one per choice of the row
     scores: tuple[TokenLogprob, ...] = ()  # of prompt tokens start + 1 .. end, if requested

@@ -1,7 +1,8 @@
 """The scheduler's state of a request. Pure.
 
-A `RequestState` is a request in any state; it has `Sequence`s while it holds blocks. A prompt is
-one sequence until its last token has run; then each choice continues as a separate sequence.
+A `RequestState` exists from submit to the last event of the request; it has `Sequence`s while it
+holds KV blocks. A prompt is one sequence until its last token has run; then each choice continues
+as a separate sequence.
 """
 
 from collections.abc import Sequence as Seq
@@ -15,21 +16,21 @@ from pdserve.engine.constraints import RequestConstraints
 
 
 class PooledState:
-    """The pooled state of a prompt: the mean of its final hidden states, or the last one. It is
-    bitwise the same however the prompt is cut into chunks, because the mean adds one token after
-    the other."""
+    """The pooled hidden state of a prompt, from which its embedding is made: the mean of the final
+    hidden states of all tokens, or the state of the last token. The mean adds one token after the
+    other, so it is bitwise the same however the prompt is cut into chunks."""
 
     def __init__(self, kind: str) -> None:
-        """`kind`: "mean" or "last"."""
+        """`kind`: "mean" for the mean over all tokens, "last" for the last token's state."""
         # The mean needs the states of all tokens, so none may come from the prefix cache.
         self.needs_all: Final = kind == "mean"
         self._total: NDArray[np.float64] | None = None
         self._count = 0
 
     def take(self, states: NDArray[np.float32], start: int) -> None:
-        """Add the states, float32 [tokens, hidden], of the next tokens from `start` on, or of the
-        last token if only that one counts. After a preemption a prompt starts again with token
-        0."""
+        """Add the final hidden states, float32 [tokens, hidden], of the prompt tokens from index
+        `start` on; for "last", replace the state by the last of them. `start` 0, the first token,
+        begins again, as after a preemption."""
         if self._total is None or not start or not self.needs_all:
             self._total, self._count = np.zeros(states.shape[1]), 0
         for state in states:  # in this order; numpy's sum may use another
@@ -44,12 +45,13 @@ class PooledState:
 
 
 class Sequence:
-    """A chain of token ids and the blocks of its KV, per layer group.
+    """A chain of token ids and, per layer group, the blocks that hold its KV.
 
-    `block_tables[g][i]` holds the KV of tokens [i * block_size, (i + 1) * block_size); it is 0
-    after the window has passed them. Only block_tables.py changes the tables and their counters.
-    `rewritten_from[g]` is the first index of table g that the runner must read again: a changed
-    table or a new slot (JobTable.admit) lowers it, and the runner raises it after reading.
+    `block_tables[g][i]` is the block with the KV of tokens [i * block_size, (i + 1) * block_size);
+    it is 0 after the attention window of group g has passed these tokens. Only block_tables.py
+    changes the tables and their counters. `rewritten_from[g]` is the first index of table g that
+    the ModelRunner must read again: a changed table or a new slot (JobTable.admit) lowers it, and
+    the runner raises it after reading.
     """
 
     __slots__ = (
@@ -86,18 +88,19 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Number of tokens whose KV is still to be computed."""
+        """Number of the sequence's tokens whose KV is still to be computed."""
         return len(self.ids) - self.num_computed
 
     @property
     def may_sample(self) -> bool:
-        """Whether a step may include the row of ids[-1], from which its choices sample."""
+        """Whether the constraints of the sequence's choices allow a step that samples their next
+        tokens now: such a step includes the row of ids[-1]."""
         constraints = self.job.constraints
         return constraints is None or all(constraints.may_sample(c) for c in self.choices)
 
 
 class RequestState:
-    """One request, from submit to its last event."""
+    """State of one request in the scheduler, from submit to its last event."""
 
     def __init__(
         self,
@@ -108,7 +111,8 @@ class RequestState:
         seed_hash: bytes,
         pooling: str = "",
     ) -> None:
-        """`pooling`: the engine's kind of pooling, for a request with `pool`."""
+        """`pooling`: kind of pooling, "mean" or "last", of an embedding model's requests; otherwise
+        empty."""
         self.request: Final = request
         self.key: Final = request.key
         self.prompt_len: Final = len(request.prompt_ids)
@@ -143,29 +147,32 @@ class RequestState:
         )
 
     def precedes(self, other: "RequestState") -> bool:
-        """Whether it gets blocks before `other`: by rank within a tenant, otherwise by arrival."""
+        """Whether this request gets KV blocks before `other`: by priority and then arrival if both
+        have the same tenant, otherwise by arrival."""
         if self.request.tenant == other.request.tenant:
             return self.rank < other.rank
         return self.order < other.order
 
     @property
     def is_ready(self) -> bool:
-        """Whether its constraints are ready for its next tokens."""
+        """Whether the request's constraints, such as a grammar, are ready for its next tokens; True
+        without constraints."""
         return self.constraints is None or self.constraints.is_ready
 
     @property
     def unfinished(self) -> list[int]:
-        """Choices that have not ended."""
+        """Indices of the choices that have not ended."""
         return [c for c, finish in enumerate(self.finish) if finish is None]
 
     @property
     def num_places(self) -> int:
-        """Number of rows of a batch that the request needs."""
+        """Number of slots (rows of the batch) that the request needs."""
         return len(self.unfinished) if self.request.generates else 1
 
     @property
     def num_left(self) -> int:
-        """Number of prefix tokens to compute; without blocks, before a prefix cache look-up."""
+        """Number of tokens of the request's prefix (see prefix_ids) still to be computed. For a
+        request without blocks it counts all of them, even those that the prefix cache may hold."""
         if self.sequences:
             return self.sequences[0].num_left
         unfinished = self.unfinished
@@ -173,14 +180,15 @@ class RequestState:
         return self.prompt_len + more
 
     def prefix(self) -> tuple[int, ...]:
-        """Return the current `prefix_ids` of the request."""
+        """Return the token ids that must be computed before the request's next token (see
+        prefix_ids)."""
         if self.request.prefill_only:
             return self.request.prompt_ids
         return prefix_of(self.request.prompt_ids, [self.generated[c] for c in self.unfinished])
 
     def trunk_choices(self) -> tuple[int, ...]:
-        """Return the choices that sample from the prefix's last token: those without generated ids,
-        or the only unfinished one."""
+        """Return the choices whose next token is sampled from the last token of the shared prefix:
+        those without generated tokens, or the only unfinished one."""
         if not self.request.generates:
             return ()
         unfinished = self.unfinished
@@ -189,11 +197,12 @@ class RequestState:
         return tuple(c for c in unfinished if not self.generated[c])
 
     def branch_ids(self, choice: int) -> list[int]:
-        """Return prompt and generated ids of one choice."""
+        """Return the ids of the prompt and of the tokens that one choice has generated."""
         return [*self.request.prompt_ids, *self.generated[choice]]
 
     def hit_limit(self, prefix: Seq[int]) -> int:
-        """Return how many prefix tokens may come from the cache; rows with outputs must run."""
+        """Return how many tokens of the prefix may come from the prefix cache. Tokens whose hidden
+        states are needed, for sampling, prompt log-probabilities or pooling, must be computed."""
         if self.prompt_scores is not None or (self.pooled and self.pooled.needs_all):
             return 0
         return len(prefix) if self.request.prefill_only else len(prefix) - 1

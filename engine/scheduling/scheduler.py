@@ -1,18 +1,20 @@
 """Decides what each step computes: decode rows first, then prefill chunks, under a token budget.
 
-Pure: time is an argument. Chunks end at multiples of the chunk size counted from token 0, so what
-is computed together does not depend on the load. Tenants take turns (Turns). Within a tenant the
-lowest priority value comes first, however long others wait. Prompts of one priority are ordered by
-waiting time divided by length (highest response ratio, Brinch Hansen 1971): a short prompt soon
-passes a long one, none starves, and of two equal ones the older comes first.
+Pure: time is an argument. A prefill chunk ends at a multiple of the chunk size counted from token
+0, so the tokens that are computed together do not depend on the load. Tenants take turns (Turns).
+Within a tenant the lowest priority value comes first, however long other requests wait. Prompts of
+equal priority are ordered by waiting time divided by length (highest response ratio, Brinch Hansen
+1971): a short prompt soon passes a long one, none starves, and of two equally long ones the older
+comes first.
 
 While several tenants are active, each has a share of a step, in decode rows and in prompt tokens,
-so that no first token waits long for a step that another tenant fills. A chunk larger than the
-share runs if it is the first of its step. Fairness has what a step owes requests it passed over.
+so that the first token of one tenant's request does not wait long for steps that another tenant
+fills. A chunk larger than the share runs if it is the first of its step. Fairness records what a
+step owes to the requests that the previous step passed over.
 
-When blocks run out, parked requests are evicted, the longest parked first; then the youngest
+When blocks run out, parked requests are evicted, the longest parked first. Then the youngest
 request, or one of the same tenant with a higher priority value, is preempted: it loses its blocks,
-keeps its tokens and is computed again later.
+keeps its tokens, and its KV is computed again later.
 """
 
 from bisect import bisect_left
@@ -29,7 +31,7 @@ from pdserve.engine.scheduling.request_state import RequestState, Sequence
 
 
 class Scheduler:
-    """Planner of steps over the requests of a job table; StepProgress applies the outcomes."""
+    """Plans engine steps over the requests of a JobTable. StepProgress applies their outcomes."""
 
     def __init__(self, jobs: JobTable, limits: EngineLimits) -> None:
         self._jobs = jobs
@@ -38,22 +40,26 @@ class Scheduler:
         self._fairness = Fairness()
 
     def must_wait(self, reserving: RequestState) -> bool:
-        """Whether a queued job that lacks blocks precedes the job that requests a reservation."""
+        """Whether a reservation of blocks must wait because a queued request that lacks blocks
+        precedes it. `reserving`: the request to reserve for."""
         return self._fairness.must_wait(reserving)
 
     def hold_up(self, refused: RequestState) -> None:
-        """Record a refused reservation: in the next step no job that it precedes gets blocks."""
+        """Record the request whose reservation of blocks was refused; in the next step no queued
+        request after it gets blocks."""
         self._fairness.refuse(refused)
 
     def evict(self, events: list[Event]) -> bool:
-        """End one parked request to free its blocks. Returns False if none has any."""
+        """End the longest parked request that has blocks, to free them, and append its Evicted
+        event to `events`. Return False if no parked request has blocks."""
         job = self._jobs.evict()
         if job is not None:
             events.append(Evicted(job.key))
         return job is not None
 
     def schedule(self, now_s: float, events: list[Event]) -> Plan | None:
-        """Plan the next step, which first sends `events`; return None if there is nothing to do."""
+        """Plan the next step, whose plan also carries `events` to send; return None if there is
+        neither a row to compute nor an event to send. `now_s`: current time in seconds."""
         plan = Plan(events)
         in_step: set[int] = set()  # orders of the jobs with rows; they are not preempted
         limits, jobs = self._limits, chain(self._jobs.running, self._waiting())
@@ -71,7 +77,8 @@ class Scheduler:
         return plan if plan.rows or plan.events else None
 
     def _add_decode_rows(self, plan: Plan, in_step: set[int], share: int) -> None:
-        """Add the decode rows, of each tenant up to its share."""
+        """Add decode rows to the plan, at most `share` of each tenant; a request with more rows
+        than that gets them if it is the first of its tenant."""
         tenants: dict[bytes, list[RequestState]] = {}
         for job in self._jobs.running:
             tenants.setdefault(job.request.tenant, []).append(job)
@@ -92,7 +99,8 @@ class Scheduler:
                     free_rows -= len(rows)
 
     def _decode_rows(self, job: RequestState) -> list[Row]:
-        """Return a row for each sequence of the job that lacks the KV of exactly one token."""
+        """Return a decode row for each sequence of the request that lacks the KV of exactly one
+        token, its last."""
         rows: list[Row] = []
         for sequence in job.sequences:
             end = len(sequence.ids)
@@ -106,13 +114,16 @@ class Scheduler:
         return rows
 
     def _chunks(self, now_s: float, plan: Plan, in_step: set[int], share: int) -> list[Row]:
-        """Return the chunks that fill the token budget, the highest response ratio first.
+        """Return the prefill chunks that fill the rest of the step's token budget, in the order of
+        `_queue`.
 
-        The first chunk runs whatever its size; further ones run within their tenant's share. After
-        a step in which a tenant got no chunk for that reason, the first chunk of every tenant runs.
+        The first chunk of the step runs whatever its size; further chunks run only within the
+        `share` of their tenant. If a tenant got no chunk for that reason, the first chunk of every
+        tenant runs in the next step.
 
-        A job that cannot be admitted holds up the jobs behind it. If it lacks blocks, jobs that
-        already have blocks still pass, because they will free the blocks that it waits for.
+        A waiting request that lacks slots of the batch holds up the waiting requests behind it. If
+        it lacks KV blocks instead, waiting requests that already have blocks may pass it, because
+        they will free the blocks that it needs.
         """
         fairness = self._fairness
         is_catching_up = fairness.begin_chunks()
@@ -166,14 +177,17 @@ class Scheduler:
         return chunks
 
     def _waiting(self) -> list[RequestState]:
-        """Return queued jobs whose grammar is ready. Others keep their place in the queue, and
-        leave slots and blocks to the ready ones."""
+        """Return the queued requests whose grammars are ready. A request whose grammar is not ready
+        keeps its place in the queue but gets no slots or blocks yet; requests behind it may get
+        them first."""
         return [job for job in self._jobs.waiting.values() if job.is_ready]
 
     def _queue(
         self, now_s: float, in_prefill: list[tuple[RequestState, Sequence]]
     ) -> Iterable[tuple[RequestState, Sequence | None]]:
-        """Return sequences in prefill, and waiting jobs with None, in the order to compute them."""
+        """Return requests with prompt tokens to compute, in the order in which they get chunks:
+        running requests with the sequence that is in prefill, and waiting requests with None
+        instead of a sequence."""
         queue: list[tuple[float, int, int, RequestState, Sequence | None]] = []
 
         def add(job: RequestState, size: int, num_left: int, sequence: Sequence | None) -> None:
@@ -207,8 +221,8 @@ class Scheduler:
         return sequence
 
     def _grow(self, job: RequestState, rows: list[Row], plan: Plan, in_step: set[int]) -> bool:
-        """Allocate blocks for the rows of a job, by eviction and preemption if necessary; return
-        False if the rows cannot run in this step."""
+        """Allocate KV blocks for the rows of a request; if they are short, evict parked requests
+        and then preempt requests. Return False if the rows cannot run in this step."""
         for row in rows:
             if row.end <= row.sequence.writable_to:
                 continue  # the common case
@@ -225,8 +239,9 @@ class Scheduler:
         return True
 
     def _row(self, sequence: Sequence) -> Row | None:
-        """Return the row of a sequence's next tokens, up to the next chunk border or to its end.
-        The last token waits until it may be sampled from; return None if no other token remains."""
+        """Return the row of a sequence's next tokens, up to the next multiple of the chunk size or
+        to the sequence's end. The last token is left out until the constraints of the choices allow
+        sampling from it; return None if no other token remains."""
         start, total, chunk = sequence.num_computed, len(sequence.ids), self._limits.chunk_size
         end = min(total, (start // chunk + 1) * chunk)
         if end == total and not sequence.may_sample:

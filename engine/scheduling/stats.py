@@ -1,4 +1,5 @@
-"""Statistics of an engine for routing and metrics."""
+"""Statistics of an engine, which the router uses for its decisions and which workers export as
+metrics."""
 
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ MIN_CHUNK = 32  # a step with fewer chunk tokens does not measure the time of on
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot between two steps."""
+    """Snapshot of an engine's requests, blocks and counters, taken between two steps."""
 
     running: int  # requests in the batch
     waiting: int  # requests queued
@@ -36,7 +37,8 @@ class EngineStats:
 
 
 class StepMeter:
-    """Counters of steps, the measured prefill rate, and an estimate of a step's duration."""
+    """Measures engine steps: counts steps and tokens, and estimates the prefill rate and the
+    duration of a step."""
 
     def __init__(self, token_s: float = 0.0) -> None:
         self.step = 0
@@ -47,12 +49,13 @@ class StepMeter:
         self._rows_s = 0.0  # slowest seconds of a step without chunks, fading
 
     def expected_s(self, plan: Plan) -> float:
-        """Return the maximum seconds that the step should take, judged by the slowest so far."""
+        """Return the number of seconds within which the planned step should end, judged by the
+        slowest earlier steps."""
         chunks = plan.num_tokens - plan.num_decode_rows
         return self._rows_s + chunks * self._token_s
 
     def count(self, plan: Plan, wall_s: float) -> None:
-        """Count a step that took `wall_s` seconds."""
+        """Record a finished step, which took `wall_s` seconds."""
         self.step += 1
         for sequence, start, end, choices, _ in plan.rows:
             prompt_len = sequence.job.prompt_len

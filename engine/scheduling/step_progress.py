@@ -1,7 +1,8 @@
-"""Applies a finished step to its jobs: appends tokens, forks and ends choices. Pure.
+"""Applies the outcomes of a computed step to its requests: appends tokens, and forks and ends
+choices. Pure.
 
-Choices share one sequence until the last token of the prefix has run; then every choice continues
-as a separate sequence that refers to the same blocks.
+The choices of a request share one sequence until the last token of the prefix (prefix_ids) has run;
+then every choice continues as a separate sequence that shares the prefix's blocks.
 """
 
 from collections.abc import Sequence as Seq
@@ -23,13 +24,15 @@ from pdserve.engine.scheduling.request_state import PooledState, RequestState, S
 
 
 def is_in_batch(row: Row) -> bool:
-    """Whether the row's sequence still holds the place it had when the step was planned."""
+    """Whether the row's sequence is still in the batch, as it was when the step was planned;
+    otherwise its choice or request has left meanwhile."""
     sequence = row.sequence
     return sequence.slot >= 0 and sequence in sequence.job.sequences
 
 
 class StepProgress:
-    """Applies what steps computed and sampled to the jobs; methods return the events to send."""
+    """Applies to requests what steps computed and sampled. Its methods return the events to
+    send."""
 
     def __init__(self, jobs: JobTable, limits: EngineLimits) -> None:
         self._jobs = jobs
@@ -37,8 +40,9 @@ class StepProgress:
         self.generated_tokens = 0
 
     def end_complete(self, job: RequestState) -> list[Event]:
-        """End the choices that need no more tokens: when a request arrives at this engine, and when
-        a grammar has accepted ids that it had not seen."""
+        """End the choices of a request that are already complete. Called when a request arrives, as
+        it may bring generated tokens from another engine, and when its grammar has caught up with
+        generated tokens and may show a choice to be complete."""
         events: list[Event] = []
         if not job.request.generates:
             return events
@@ -52,8 +56,9 @@ class StepProgress:
         return events
 
     def apply(self, plan: Plan, outcomes: Seq[Outcome]) -> list[Event]:
-        """Apply the outcomes of a computed step, one per row. A row whose sequence has left the
-        batch since planning counts as not run."""
+        """Apply the outcomes of a computed step, one per row, to the requests of these rows.
+        Ignores the outcome of a row whose sequence has left the batch since the step was
+        planned."""
         events: list[Event] = []
         for row, outcome in zip(plan.rows, outcomes, strict=True):
             if is_in_batch(row):
@@ -61,7 +66,7 @@ class StepProgress:
         return events
 
     def abort(self, job: RequestState, choices: Seq[int]) -> list[Event]:
-        """Abort these choices, or the whole job if `choices` is empty."""
+        """Abort these choices of a request, or the whole request if `choices` is empty."""
         events: list[Event] = []
         for choice in choices or job.unfinished:
             if job.finish[choice] is None and not job.request.prefill_only:
@@ -74,7 +79,8 @@ class StepProgress:
         return events
 
     def fail(self, job: RequestState, message: str, param: str = "") -> list[Event]:
-        """End the whole job with an error; with `param` the client caused it."""
+        """End the whole request with an error. `param`: the request field at fault, set if the
+        client caused the error."""
         self._jobs.end(job)
         return [RequestFailed(job.key, message, param)]
 
@@ -135,7 +141,8 @@ class StepProgress:
             events += self._end(job)
 
     def _pool(self, job: RequestState, pooled: PooledState) -> list[Event]:
-        """End a request whose prompt is pooled."""
+        """End an embedding request whose prompt is computed, with its Pooled event; fail it if the
+        pooled state is not finite."""
         values = pooled.values()
         if values is None:
             self._jobs.forget(job)  # so that no other request shares KV that may be wrong
@@ -143,7 +150,8 @@ class StepProgress:
         return [Pooled(job.key, values), *self._end(job)]
 
     def _fork(self, job: RequestState, prefix: Sequence) -> None:
-        """Make one sequence per unfinished choice; the first choice takes the prefix's sequence."""
+        """Continue every unfinished choice from the computed prefix as a sequence; the first choice
+        takes over the sequence of the prefix."""
         prefix.is_prefix = False
         first, *others = job.unfinished
         for choice in others:
@@ -152,7 +160,8 @@ class StepProgress:
         prefix.choices = (first,)
 
     def _append(self, sequence: Sequence, choice: int, sampled: SampledToken) -> NewTokens:
-        """Append the sampled token to a choice and to its sequence."""
+        """Append the sampled token to a choice and to its sequence; end the choice if the token
+        completes it."""
         job, token = sequence.job, sampled.token
         ids = job.generated[choice]
         ids.append(token)
@@ -168,7 +177,8 @@ class StepProgress:
         return NewTokens(job.key, choice, len(ids) - 1, (token,), logprobs, reason)
 
     def _finish_reason(self, job: RequestState, choice: int) -> FinishReason | None:
-        """Return how a choice has ended; None if it has not, or its grammar does not know yet."""
+        """Return why a choice has ended. Return None if it has not ended, or if its grammar has not
+        yet accepted all generated tokens, so that the reason is not known."""
         reason = self._limits.finish_of(job.generated[choice], job.request.params, job.max_tokens)
         constraints = job.constraints
         if reason is FinishReason.STOP or constraints is None:
@@ -178,12 +188,13 @@ class StepProgress:
         return FinishReason.STOP if constraints.is_terminated(choice) else reason
 
     def _finish(self, job: RequestState, choice: int, reason: FinishReason) -> list[Event]:
-        """End a choice without a token."""
+        """End a choice for this reason without a further token."""
         job.finish[choice] = reason
         return [NewTokens(job.key, choice, len(job.generated[choice]), (), (), reason)]
 
     def _drop(self, job: RequestState, choice: int) -> None:
-        """Free the sequence or the slot of a choice that ended without a token."""
+        """Free the sequence of a choice that ended without a token, or its slot if the choice still
+        shares the prefix."""
         for sequence in list(job.sequences):
             if sequence.is_prefix:
                 sequence.choices = tuple(c for c in sequence.choices if c != choice)

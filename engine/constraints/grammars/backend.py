@@ -1,9 +1,10 @@
-"""Compiles grammars on dedicated threads, and keeps the most recent ones.
+"""Compiles grammars on dedicated threads, and keeps the most recently used ones.
 
-A separate process (sandbox_process.py) compiles each grammar first, to see if that does any harm;
-only a grammar that passes there in time is compiled here. The process starts on demand. Whatever
-happens to it, `CompileSandbox.check` returns or raises within CHECK_S, or twice that if the process
-ended and another was tried.
+Before a grammar is compiled in this process, a separate sandbox process (sandbox_process.py)
+compiles it, because a hostile grammar may crash the compiler or keep it busy for minutes. Only a
+grammar that passes there in time is compiled here. The sandbox process starts when the first
+grammar arrives. Whatever happens to it, `CompileSandbox.check` returns or raises within CHECK_S
+seconds, or twice that if the process ended and was started again.
 """
 
 import contextlib
@@ -37,7 +38,8 @@ MAX_TRIES = 2  # if the process ends unexpectedly
 
 
 class CompileSandbox:
-    """Owner of the process; `close` or garbage collection of this object ends the process."""
+    """Starts and owns the sandbox process; `close`, or garbage collection of this object, ends the
+    process."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
         vocabulary = json.dumps({"size": vocab_size, "eos_ids": list(eos_ids)}).encode()
@@ -48,22 +50,26 @@ class CompileSandbox:
         self._closed = False
 
     def check(self, source: str) -> None:
-        """Wait until the process has compiled the grammar. Raises GrammarError if the grammar is
-        wrong or takes too much, and an internal GrammarError for other failures."""
+        """Wait until the sandbox process has compiled the grammar. Raises GrammarError if the
+        grammar is wrong or exceeds a limit, and a GrammarError with `is_internal` for failures of
+        the sandbox."""
         for _ in range(MAX_TRIES):
             process, answer = self._send(source.encode())
             try:
                 error, is_internal = answer.result(CHECK_S)
             except TimeoutError:
                 process.kill()
-                raise GrammarError("the grammar could not be checked in time", True) from None
+                raise GrammarError(
+                    f"the grammar could not be checked in time ({CHECK_S:g} s)", True
+                ) from None
             except CancelledError:
                 continue
             if error:
                 raise GrammarError(error, is_internal)
             return
         raise GrammarError(
-            "the process that checks grammars has ended unexpectedly", is_internal=True
+            f"the process that checks grammars ended unexpectedly {MAX_TRIES} times",
+            is_internal=True,
         )
 
     def close(self) -> None:
@@ -91,7 +97,8 @@ class CompileSandbox:
 
 
 class _SandboxProcess:
-    """One run of the process. A thread writes to it, so that no caller waits until it reads."""
+    """One running sandbox process. A separate thread writes to its input, so that callers of `send`
+    do not wait until the process reads it."""
 
     def __init__(self, preamble: bytes) -> None:
         self.ended = False
@@ -125,8 +132,12 @@ class _SandboxProcess:
             raise
 
     def send(self, source: bytes) -> "Future[tuple[str, bool]]":
-        """Return a future of (error, whether it is internal) for a grammar; it is cancelled if the
-        process ends before. Only one thread at a time may call this."""
+        """Send a grammar to the process. Return a future of (error text, whether the error is
+        internal), with an empty text if the grammar compiles.
+
+        The future is cancelled if the process ends before it has answered. Only one thread at a
+        time may call this method.
+        """
         self._num_sent += 1
         answer = self._answers[self._num_sent] = Future()
         self._outbox.put(struct.pack("<I", self._num_sent) + _framed(source))
@@ -135,7 +146,8 @@ class _SandboxProcess:
         return answer
 
     def kill(self) -> None:
-        """End the process and its forks, and so any wait for them; any thread may call this."""
+        """Kill the sandbox process and its forks; this also ends all waits for their answers. Any
+        thread may call this method."""
         self.ended = True
         with self._kill_lock:
             if self._process.returncode is None:  # not reaped yet, so the id is valid
@@ -170,7 +182,7 @@ class _SandboxProcess:
                     if future is not None and future.set_running_or_notify_cancel():
                         future.set_result((answer["error"], answer["is_internal"]))
         except Exception:
-            log.exception("cannot read the answer of the grammar sandbox")
+            log.exception("reading from the grammar sandbox failed; it will be started again")
         finally:
             self.ended = True
             for unanswered in list(self._answers.values()):
@@ -188,14 +200,15 @@ MAX_QUEUED_OF_TENANT = 32
 
 
 class Compilation(Future[CompiledGrammar]):
-    """A grammar before, during or after its compilation."""
+    """Future of a compiled grammar; its `run` method does the compilation."""
 
     def __init__(self, compile_source: Callable[[], CompiledGrammar]) -> None:
         super().__init__()
         self._compile_source = compile_source
 
     def run(self) -> None:
-        """Compile the grammar; runs on one of the threads."""
+        """Compile the grammar and set the future's result or exception; called on a compilation
+        thread."""
         self.set_running_or_notify_cancel()
         try:
             self.set_result(self._compile_source())
@@ -204,7 +217,8 @@ class Compilation(Future[CompiledGrammar]):
 
 
 class GrammarBackend:
-    """Grammars for one tokenizer. A thread that may wait can call `load` ahead."""
+    """Compiles and caches grammars for one model's tokenizer. Call `load` on a thread that may
+    wait, to prepare the tokenizer before the first grammar arrives."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._vocabulary = (tokenizer_json, vocab_size, eos_ids)
@@ -216,28 +230,34 @@ class GrammarBackend:
         self._num_users: WeakKeyDictionary[Compilation, int] = WeakKeyDictionary()  # requests
 
     def load(self) -> None:
-        """Make the tokenizer, once. Raises GrammarError if grammars cannot use it."""
+        """Build the tokenizer that grammars need, at the first call. Raises GrammarError if
+        grammars cannot use the model's tokenizer."""
         with self._load_lock:
             if self._tokenizer is not None:
                 return
             try:
                 self._tokenizer = make_tokenizer(*self._vocabulary)
             except Exception as error:
-                log.warning("grammars cannot be used with this tokenizer: %s", error)
+                log.warning("the model's tokenizer cannot be used for grammars: %s", error)
                 text = "grammars cannot be used with the tokenizer of this model"
                 raise GrammarError(text) from error
 
     def has_room(self, source: str, tenant: bytes) -> bool:
-        """Whether `compile` may be called: the grammar is kept, or the queue has room."""
+        """Whether `compile` accepts this grammar now: it is in the cache, or the queues of all
+        tenants and of this tenant have room."""
         return self._cached(source) is not None or (
             self._threads.num_waiting < MAX_QUEUED
             and self._threads.num_of_tenant(tenant) < MAX_QUEUED_OF_TENANT
         )
 
     def compile(self, source: str, tenant: bytes = b"") -> Compilation:
-        """Return a future of the compiled grammar or of a GrammarError; errors that are the
-        grammar's fault are kept too. The caller must call `release` later; one thread makes all
-        these calls."""
+        """Queue a grammar for compilation, unless it is cached; return a future of the compiled
+        grammar.
+
+        The future raises GrammarError; errors that are the grammar's fault are cached too. The
+        caller must call `release` when it no longer needs the compilation. Only one thread may call
+        this method and `release`.
+        """
         compilation = self._cached(source)
         if compilation is None:
             compilation = self._compilations[source] = Compilation(lambda: self._compile(source))
@@ -251,7 +271,8 @@ class GrammarBackend:
         return compilation
 
     def release(self, compilation: Compilation) -> None:
-        """End one request's use of a compilation; cancel it if no other request waits for it."""
+        """End one request's use of a compilation. If no other request uses it and it has not
+        started, cancel it."""
         self._num_users[compilation] -= 1
         if not self._num_users[compilation] and self._threads.remove(compilation):
             compilation.cancel()
@@ -266,7 +287,8 @@ class GrammarBackend:
         return None if compilation is None or _may_be_retried(compilation) else compilation
 
     def _compile(self, source: str) -> CompiledGrammar:
-        """Compile a grammar. Raises only GrammarError."""
+        """Check a grammar in the sandbox process, then compile it in this process. Raises only
+        GrammarError."""
         try:
             self.load()
             self._sandbox.check(source)
@@ -282,7 +304,8 @@ class GrammarBackend:
 
 
 def _may_be_retried(compilation: Compilation) -> bool:
-    """Whether it ended without a result for a reason other than the grammar."""
+    """Whether the compilation failed for a reason other than its grammar, or was cancelled, so that
+    the same grammar may be compiled again."""
     if not compilation.done() or compilation.cancelled():
         return compilation.cancelled()
     error = compilation.exception()

@@ -1,9 +1,10 @@
-"""A grammar compiled by llguidance for a model's tokenizer, and its matcher for one choice, which
-accepts the choice's ids and computes the next bitmask ahead.
+"""A grammar compiled by llguidance for a model's tokenizer, and its matcher for one choice. The
+matcher accepts the tokens that the choice generates and computes ahead of time the bitmask of the
+tokens that may come next.
 
-The engine's thread calls everything except `run`. While `run` is under way on a mask thread, that
-thread owns the matcher and its state, and the engine's thread calls only `is_ready`, `is_behind`,
-`is_awaited` and `wait`.
+The engine's thread calls every method except `run`. While `run` is under way on a mask thread, that
+thread owns the matcher and its state, and the engine's thread may call only `is_ready`,
+`is_behind`, `is_awaited` and `wait`.
 """
 
 import logging
@@ -20,7 +21,11 @@ from pdserve.engine.constraints.masks import Bitmask, SequenceSearch
 
 
 class GrammarError(Exception):
-    """A grammar's error, with a message for its author, or an internal error."""
+    """A grammar cannot be compiled or matched.
+
+    The message is for the author of the grammar, or for the log if `is_internal` is set, which
+    means that the grammar is not at fault.
+    """
 
     def __init__(self, message: str, is_internal: bool = False) -> None:
         super().__init__(message)
@@ -28,15 +33,16 @@ class GrammarError(Exception):
 
     @property
     def param(self) -> str:
-        """Request field at fault; empty for an internal error."""
+        """Request field at fault: "grammar"; empty for an internal error."""
         return "" if self.is_internal else "grammar"
 
 
 class CompiledGrammar:
-    """A grammar before the first token of an answer."""
+    """Compiled grammar at its start, before any token; all choices copy their matchers from it."""
 
     def __init__(self, tokenizer: Any, source: str) -> None:
-        """Compile `source`. Raises GrammarError."""
+        """Compile `source`, a grammar in llguidance's format, for `tokenizer`. Raises
+        GrammarError."""
         limits = LLParserLimits(**GRAMMAR_LIMITS)
         self._matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
         raise_error(self._matcher)
@@ -46,23 +52,24 @@ class CompiledGrammar:
             raise GrammarError("no text matches the grammar")
 
     def matcher(self) -> Any:
-        """Return a new matcher for one choice."""
+        """Return a new llguidance matcher at the start of the grammar, for one choice."""
         return self._matcher.deep_copy()
 
     def buffer(self) -> Bitmask:
-        """Return the tokens that may come first, in a new array that the caller owns; it may be
-        longer than the model's vocabulary needs."""
+        """Return the bitmask of the tokens that may come first, as a new array that the caller may
+        change. It may be longer than the model's vocabulary needs."""
         return self._first.copy()
 
 
 def fill_bitmask(matcher: Any, address: int, num_bytes: int) -> None:
-    """Write the tokens that may come next to the bitmask at an address. Raises GrammarError."""
+    """Compute the bitmask of the tokens that may come next, and write it to the memory at
+    `address`. Raises GrammarError if the matcher fails."""
     matcher.unsafe_compute_mask_ptr(address, num_bytes)
     raise_error(matcher)
 
 
 def raise_error(matcher: Any) -> None:
-    """Raise GrammarError if the matcher has failed, which is permanent."""
+    """Raise GrammarError if this llguidance matcher has failed; a failed matcher never recovers."""
     if matcher.is_error():
         text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
         raise GrammarError(text or "the grammar cannot be used")
@@ -86,7 +93,8 @@ NO_MATCH = "the generated ids do not match the grammar"
 
 
 class StepBudget:
-    """Budget of the engine's thread for the tokens of one step, over all choices."""
+    """CPU time that the engine's thread may spend per step on accepting tokens in grammars, over
+    all choices together."""
 
     def __init__(self) -> None:
         self._used_s = 0.0
@@ -97,8 +105,12 @@ class StepBudget:
         return self._used_s > MAX_STEP_S
 
     def spend(self, wall_s: float) -> float:
-        """Count a token; return its CPU time, or an upper bound. For a quick token the wall time
-        suffices: reading the CPU time takes ten times as long."""
+        """Charge the time of one accepted token to the budget; return its CPU time or an upper
+        bound.
+
+        `wall_s`: elapsed time of the token in seconds. It is used as the bound for a quick token,
+        because reading the CPU time takes ten times as long.
+        """
         token_s = wall_s
         if wall_s > SLOW_TOKEN_S:
             token_s = min(wall_s, max(0.0, time.thread_time() - self._began))
@@ -106,13 +118,14 @@ class StepBudget:
         return token_s
 
     def renew(self) -> None:
-        """Start the time budget of another step."""
+        """Reset the budget at the beginning of a step."""
         self._used_s = 0.0
         self._began = time.thread_time()
 
 
 class GrammarMatcher:
-    """The grammar of one choice. Every token is allowed until `begins_after` was generated."""
+    """Matches the tokens of one choice against its grammar. Allows every token until the ids
+    `begins_after` have been generated, which start the part that the grammar applies to."""
 
     param = "grammar"
 
@@ -127,7 +140,8 @@ class GrammarMatcher:
         budget: StepBudget,
         on_late: Callable[[], None],
     ) -> None:
-        """`on_late` is called, on another thread, when a mask that no step waits for is ready."""
+        """Begin with the ids that the choice has already generated. `on_late` is called on a mask
+        thread when a mask that no step waits for becomes ready."""
         self._compiled = compiled
         self._num_words = (vocab_size + 31) // 32
         self._tenant = tenant
@@ -155,7 +169,8 @@ class GrammarMatcher:
             self._compute_later(generated[start:])
 
     def accept_token(self, token: int) -> None:
-        """Accept a generated token, on a mask thread if the step's budget is spent."""
+        """Record a generated token, on this thread or, if the step's time budget is spent, on a
+        mask thread. An error is kept in `failure`."""
         if self._search is not None:
             self._seek(token)
             if self._search is None:
@@ -173,28 +188,35 @@ class GrammarMatcher:
                 self._compute_next()
 
     def bitmask(self) -> Bitmask | None:
-        """Return the tokens that may come next; None: all. Call it only when `is_ready`."""
+        """Return the bitmask of the tokens that may come next; None allows all. Call it only if
+        `is_ready`."""
         if self._search is not None or self._bitmask is None:
             return None
         return self._bitmask[: self._num_words]
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next mask is ready."""
+        """Whether the bitmask for the next token is computed."""
         return self._is_done
 
     @property
     def is_behind(self) -> bool:
-        """Whether ids are still to be accepted; until then a complete answer is not recognized."""
+        """Whether a mask thread still has to accept generated tokens; until it has, the matcher
+        does not know whether the answer is complete."""
         return self._task_accepts and not self.is_ready
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the next mask should be ready when the forward pass is over."""
+        """Whether the next bitmask is ready or should be soon, so that a step that begins now can
+        wait for it after its forward pass."""
         return self.is_ready or not self._task.is_late
 
     def wait(self, until_s: float) -> bool:
-        """Wait for the mask; return False if it is late: `on_late` is called when it is ready."""
+        """Wait for the next bitmask until the perf_counter time `until_s`; return whether it is
+        ready.
+
+        If it is not, no step waits for it any more, and `on_late` is called when it becomes ready.
+        """
         if self._is_done or self._threads.wait(lambda: self._is_done, until_s):
             return True
         self._task.is_late = True
@@ -203,14 +225,16 @@ class GrammarMatcher:
         return self._is_done
 
     def _compute_later(self, ids: list[int]) -> None:
-        """Let a mask thread accept ids and then compute the mask; no step waits for it."""
+        """Queue a task in which a mask thread accepts `ids` and then computes the next bitmask. No
+        step waits for it; `on_late` is called when it is ready."""
         self._unaccepted = ids
         self._task_accepts = True
         is_slow = self._is_slow or len(ids) > LONG_REPLAY or self._num_slow_tokens > 0
         self._begin_task(is_slow, is_late=True)
 
     def _compute_next(self) -> None:
-        """Let a mask thread compute the mask; a step waits for it unless it may take long."""
+        """Queue a task in which a mask thread computes the next bitmask. The next step waits for
+        it, unless earlier masks of this choice were slow or late."""
         self._task_accepts = False
         self._backoff -= self._backoff > 0
         self._begin_task(self._is_slow, is_late=self._is_slow or self._backoff > 0)
@@ -221,7 +245,7 @@ class GrammarMatcher:
         self._threads.add(self._task, self._tenant, awaited=not is_late)
 
     def run(self, task: "_MaskTask") -> None:
-        """Accept pending ids and compute the next mask; runs on a mask thread."""
+        """Accept the pending tokens and compute the next bitmask; called on a mask thread."""
         self._compute()
         self._is_done = True
         self._threads.notify()
@@ -249,7 +273,7 @@ class GrammarMatcher:
 
     def _fail(self, error: BaseException) -> None:
         if not isinstance(error, GrammarError):
-            log.error("a grammar cannot be matched", exc_info=error)
+            log.error("matching a grammar failed; its request fails", exc_info=error)
             text = f"the grammar cannot be matched: {type(error).__name__}"
             error = GrammarError(text, is_internal=True)
         self.failure = error
@@ -259,7 +283,7 @@ class GrammarMatcher:
             self._search = None
 
     def _replay(self) -> None:
-        """Accept the pending ids; let other threads run Python meanwhile."""
+        """Accept all pending tokens; pause between them so that other threads can run Python."""
         ids, self._unaccepted = self._unaccepted, []
         started = time.thread_time()
         for token in ids:
@@ -273,7 +297,10 @@ class GrammarMatcher:
         self.is_terminated = self._matcher.is_stopped()
 
     def _accept(self, token: int, budget: StepBudget | None = None) -> None:
-        """Accept a token; even a failure spends time of `budget`. Raises GrammarError."""
+        """Accept one token. Raises GrammarError if it does not match the grammar or takes too long.
+
+        With `budget`, charges the time to it, even if the token fails.
+        """
         clock = time.thread_time if budget is None else time.perf_counter
         started = clock()
         matches = self._matcher.consume_token(token)
@@ -289,7 +316,7 @@ class GrammarMatcher:
 
 
 class _MaskTask:
-    """The computation of one mask."""
+    """Task of a mask thread: compute the next bitmask of one GrammarMatcher."""
 
     __slots__ = ("_matcher", "has_begun", "is_late", "is_slow")
 

@@ -3,11 +3,12 @@
 A hostile grammar can take minutes to compile or overflow the stack; neither may happen in a worker.
 Each grammar is compiled in a fork of this process, which has one thread and the tokenizer, with
 limits on CPU time, memory and stack. The stack is smaller than those of a worker's threads, and the
-other limits ensure that a grammar that passes here soon compiles there.
+other limits ensure that a grammar that compiles within them also compiles quickly in a worker.
 
 The input is the vocabulary as JSON and the tokenizer.json, then for each grammar an id (4 bytes)
-and a source; a length precedes each of these except the id. The output is a line of JSON for each
-grammar: the id, the error, and whether the error is internal. The process ends when its input ends.
+and its source; a length precedes each of these except the id. The output is a line of JSON for each
+grammar: the id, the error text, and whether the error is internal. The process ends when its input
+ends.
 """
 
 import json
@@ -73,7 +74,8 @@ def main() -> None:
 
 
 def _compile(number: int, source: str, tokenizer: object) -> None:
-    """Compile a grammar in the fork, and end the fork."""
+    """Compile one grammar in the forked process, write the answer, and exit. `number`: the
+    grammar's id."""
     os.close(STDIN)  # so that the writer notices when the process has ended
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))  # SIGXCPU, not SIGKILL
@@ -105,7 +107,8 @@ def _answer(number: int, error: str, is_internal: bool = False) -> None:
 
 
 def answer_line(number: int, error: str, is_internal: bool = False) -> bytes:
-    """Return an answer that fits one write of PIPE_BUF, so that lines of processes do not mix."""
+    """Return the answer to one grammar as a line of JSON; the error text is shortened until the
+    line fits one atomic write (PIPE_BUF bytes), so that lines of several forks do not mix."""
     error = error[:MAX_ERROR_CHARS]
     while True:
         answer = {"id": number, "error": error, "is_internal": is_internal}
@@ -121,7 +124,8 @@ def _read_framed() -> bytes:
 
 
 def _read(length: int) -> bytes:
-    """Return `length` bytes, or none at the end of input; unbuffered, as `poll` requires."""
+    """Read `length` bytes from the standard input; return none if the input ends before. Does not
+    buffer, because `poll` would not see buffered bytes."""
     parts: list[bytes] = []
     while length and (part := os.read(STDIN, length)):
         parts.append(part)

@@ -1,6 +1,5 @@
-"""A thread pool in which tenants take turns, and the computation of the next grammar bitmasks in
-it.
-"""
+"""A thread pool in which tenants take turns, and the threads that compute the next bitmasks of
+grammars."""
 
 import logging
 import threading
@@ -18,7 +17,8 @@ TASKS_PER_THREAD = 16
 
 
 class PoolTask(Protocol):
-    """Work for one thread; it keeps its own result."""
+    """Task for a thread of the pool. `run` does the work and stores the result in the task
+    itself."""
 
     def run(self) -> None: ...
 
@@ -29,8 +29,8 @@ T = TypeVar("T", bound=PoolTask)
 class FairThreadPool(Generic[T]):
     """Thread pool that runs urgent tasks first, then one task of each tenant in turn.
 
-    Tasks of a tenant run in arrival order. `add` runs nothing yet: each thread that `start` begins
-    runs tasks until none waits. Any thread may call any method.
+    Tasks of one tenant run in the order of their arrival. `add` and `add_urgent` only queue a task;
+    `start` makes threads run queued tasks until none is left. Any thread may call any method.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -44,31 +44,31 @@ class FairThreadPool(Generic[T]):
 
     @property
     def num_urgent(self) -> int:
-        """Number of urgent tasks that wait."""
+        """Number of queued urgent tasks."""
         return len(self._urgent)
 
     @property
     def num_waiting(self) -> int:
-        """Number of other tasks that wait, over all tenants."""
+        """Number of queued tasks that are not urgent, over all tenants."""
         return self._num_waiting
 
     def num_of_tenant(self, tenant: bytes) -> int:
-        """Return how many non-urgent tasks of this tenant wait."""
+        """Return the number of queued tasks of this tenant that are not urgent."""
         with self._lock:
             return len(self._queues.get(tenant, ()))
 
     def add(self, task: T, tenant: bytes) -> None:
-        """Queue a task for the tenant's turn."""
+        """Queue a task, which runs when its tenant's turn comes."""
         with self._lock:
             self._queues.setdefault(tenant, deque()).append(task)
             self._num_waiting += 1
 
     def add_urgent(self, task: T) -> None:
-        """Queue a task ahead of all that are not urgent."""
+        """Queue an urgent task, which runs before all tasks that are not urgent."""
         self._urgent.append(task)  # atomic, and cheap enough for each row of a step
 
     def start(self, count: int) -> None:
-        """Start `count` threads, or as many as do not run yet."""
+        """Make up to `count` more threads run queued tasks, as far as the pool has idle threads."""
         if not count:
             return
         with self._lock:
@@ -78,7 +78,8 @@ class FairThreadPool(Generic[T]):
             self._executor.submit(self._work)
 
     def remove(self, task: T) -> bool:
-        """Remove a task that is not urgent; return False if it no longer waits."""
+        """Remove a task that is not urgent from the queue; return False if it is not queued any
+        more."""
         with self._lock:
             for tenant, queue in self._queues.items():
                 if task in queue:
@@ -90,7 +91,8 @@ class FairThreadPool(Generic[T]):
         return False
 
     def close(self) -> list[T]:
-        """End the threads after their current tasks; return the tasks that will not run."""
+        """Stop the threads after their current tasks; return the queued tasks, which will not
+        run."""
         with self._lock:
             unfinished = [
                 *self._urgent,
@@ -107,7 +109,7 @@ class FairThreadPool(Generic[T]):
             try:
                 task.run()
             except BaseException:  # a panic is not an Exception
-                log.exception("a task failed")
+                log.exception("a grammar task raised an error; its thread continues")
 
     def _next(self) -> T | None:
         with self._lock:
@@ -126,20 +128,22 @@ class FairThreadPool(Generic[T]):
 
 
 class MaskTask(Protocol):
-    """A task that computes one mask."""
+    """Task that computes one bitmask of a grammar."""
 
     @property
     def is_slow(self) -> bool:
-        """Whether the task is known to take long."""
+        """Whether the task probably takes long, so that it gets a separate thread pool."""
 
     def run(self) -> None: ...
 
 
 class MaskThreads:
-    """Threads for mask tasks; `add` collects and `start` starts them, once per step.
+    """Threads that compute the bitmasks of grammars. `add` queues tasks, and `start` lets the
+    threads run them, once per step.
 
-    Tasks that a step waits for come first, the others by tenants in turn. Tasks stuck behind a slow
-    one at the next `start` get other threads. Only one thread may call methods other than `notify`.
+    Tasks that a step waits for run first, the others in turn by tenant. A task that has not begun
+    by the next `start` is stuck behind a slow one and gets another thread. Only one thread may call
+    the methods other than `notify`.
     """
 
     def __init__(self) -> None:
@@ -150,7 +154,8 @@ class MaskThreads:
         self._is_waiting = False
 
     def add(self, task: MaskTask, tenant: bytes, *, awaited: bool) -> None:
-        """Add a task; `awaited`: the next step waits for it, so it should be fast."""
+        """Queue a mask task; `awaited`: the next step waits for the mask, so the task runs
+        first."""
         if task.is_slow:
             self._slow.add(task, tenant)
         elif awaited:
@@ -168,13 +173,15 @@ class MaskThreads:
         self._slow.start(self._slow.num_waiting)
 
     def notify(self) -> None:
-        """Signal, on a mask thread, that a mask is ready; nearly free while no step waits."""
+        """Wake the step that waits for masks, because one is ready; called on a mask thread. Costs
+        almost nothing while no step waits."""
         if self._is_waiting:
             with self._mask_ready:
                 self._mask_ready.notify_all()
 
     def wait(self, is_ready: Callable[[], bool], until_s: float) -> bool:
-        """Wait for a mask until a perf_counter time; return whether it is ready."""
+        """Wait until a mask is ready, but not beyond the perf_counter time `until_s`; return
+        whether it is ready."""
         with self._mask_ready:
             self._is_waiting = True  # before the first look, so that `notify` cannot be missed
             try:
