@@ -70,7 +70,7 @@ def download(
     if model.file is None:
         return path
     if not (path / model.file).exists():
-        raise CheckpointError(f"{model.repo} has no file {model.file}")
+        raise CheckpointError(f"the hub repository {model.repo} has no file {model.file}")
     return path / model.file
 
 

@@ -109,7 +109,7 @@ class DeviceFrames:
             try:
                 moved = self.poll()
             except Exception:
-                log.exception("copying frames on the device failed")
+                log.exception("copying received frames on the device failed; the thread continues")
                 moved = False
             if not self.busy:
                 pause = None

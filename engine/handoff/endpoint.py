@@ -207,7 +207,10 @@ class HandoffEndpoint(Generic[AttemptT]):
         try:
             act(attempt)
         except Exception:
-            log.exception("a hand-off failed: attempt %s", attempt.ticket.attempt.hex()[:8])
+            log.exception(
+                "hand-off attempt %s failed with an unexpected error",
+                attempt.ticket.attempt.hex()[:8],
+            )
             if not attempt.state.final:
                 self._inbox.append(partial(self._advance, attempt, HandoffEnded(INTERNAL)))
                 self._wake()
@@ -245,7 +248,7 @@ class HandoffEndpoint(Generic[AttemptT]):
         """Add an action to the engine thread's inbox. Without `wake` it waits for the next poll, at
         most one tick. Raises FrameError if the inbox is full."""
         if len(self._inbox) >= MAX_INBOX:
-            raise FrameError("the inbox of the engine thread is full")
+            raise FrameError(f"the engine thread's inbox is full: {MAX_INBOX} messages")
         self._inbox.append(action)
         if wake:
             self._wake()
@@ -263,7 +266,7 @@ class HandoffEndpoint(Generic[AttemptT]):
                 self._count("stale")
             return attempt
         if attempt.link is not None and attempt.link is not link:
-            raise FrameError("the message is about an attempt of another connection")
+            raise FrameError("a message names an attempt of another connection")
         if not message.genuine(attempt.peer_key):
             self._count("refused")
             raise FrameError("a control message has a wrong tag")

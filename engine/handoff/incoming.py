@@ -76,7 +76,9 @@ class Promises:
 
     def give_back(self, blocks: int) -> None:
         if blocks > self.blocks:
-            raise ValueError(f"cannot give back {blocks} blocks: {self.blocks} are promised")
+            raise ValueError(
+                f"cannot give back {blocks} promised blocks: only {self.blocks} are promised"
+            )
         self.blocks -= blocks
 
 
@@ -324,7 +326,7 @@ class ClaimQueue:
                 reservation = self._engine.reserve(head.request, head.sender)
             except Exception as err:
                 if not isinstance(err, EngineError):
-                    log.exception("reserving blocks for a hand-off failed")
+                    log.exception("cannot reserve blocks for a hand-off, which therefore ends")
                 self._queue.popleft()
                 self._refused(head, f"reservation: {err}")
                 continue

@@ -114,7 +114,7 @@ class OpenBlocks:
                 assert frame_copy.copy is not None
                 frame_copy.copy.wait()
             except DeviceError:
-                log.exception("a copy on the device failed")
+                log.exception("a device copy into the blocks of a hand-off failed")
 
     def _piece(self, header: FrameHeader) -> Piece:
         if not self._open:

@@ -132,7 +132,7 @@ class OutgoingHandoff(HandoffAttempt):
             try:
                 copy.wait()  # bounded by the copy's duration, whatever the peer does
             except DeviceError:
-                log.exception("a copy on the device failed")
+                log.exception("a device copy of the blocks of a hand-off failed")
 
     @contextmanager
     def _build(

@@ -338,21 +338,23 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
 
     def message(self, link: DataLink, message: messages.Message) -> None:
         if not isinstance(message, messages.Signed):
-            raise FrameError(f"unexpected message {type(message).__name__}")
+            raise FrameError(f"prefill sent an unexpected message: {type(message).__name__}")
         incoming = self._authenticated_attempt(message, link)
         if incoming is None:
             if isinstance(message.body, messages.Claim):
                 link.post(messages.encode(messages.Gone(message.ticket)))
             return
         if incoming.ticket.prefill_boot != link.peer:
-            raise FrameError("the ticket belongs to another prefill process")
+            raise FrameError("a message names a ticket of another prefill process")
         link.trust()
         if isinstance(message.body, messages.Claim):
             claim = partial(self._claim, incoming, link, message.body, self._clock())
             self._post(claim)
         elif not self._handle_shared(incoming, message):
             if not isinstance(message.body, messages.Computed):
-                raise FrameError(f"unexpected message {type(message.body).__name__}")
+                raise FrameError(
+                    f"prefill sent an unexpected message: {type(message.body).__name__}"
+                )
             incoming.prefill_cached = message.body.cached_tokens
             incoming.times.computed = incoming.times.computed or self._clock()
 

@@ -410,7 +410,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         except TransportRefused as err:
             reason = f"cannot reach decode: {err}"
         except Exception:
-            log.exception("connecting to decode failed")
+            log.exception("connecting to a decode worker failed with an unexpected error")
             reason = "internal error"
         self._inbox.append(partial(self._dialed, target.boot, link, reason))
         self._wake()
@@ -419,10 +419,10 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         return "prefill accepts no connections"
 
     def frame(self, link: DataLink, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
-        raise FrameError("decode does not send frames")
+        raise FrameError("decode sent a frame, but only prefill sends frames")
 
     def payload(self, link: DataLink, header: FrameHeader, payload: Payload) -> None:
-        raise FrameError("decode does not send frames")
+        raise FrameError("decode sent a frame, but only prefill sends frames")
 
     def message(self, link: DataLink, message: messages.Message) -> None:
         if isinstance(message, messages.Gone):
@@ -432,7 +432,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                 self._post(partial(self._advance, gone, end))
             return
         if not isinstance(message, messages.Signed):
-            raise FrameError(f"unexpected message {type(message).__name__}")
+            raise FrameError(f"decode sent an unexpected message: {type(message).__name__}")
         outgoing = self._authenticated_attempt(message, link)
         if outgoing is None or self._handle_shared(outgoing, message):
             return
@@ -447,4 +447,6 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                 outgoing.times.completed = self._clock()
                 self._post(partial(self._completed, outgoing))
             case _:
-                raise FrameError(f"unexpected message {type(message.body).__name__}")
+                raise FrameError(
+                    f"decode sent an unexpected message: {type(message.body).__name__}"
+                )

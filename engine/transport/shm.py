@@ -91,19 +91,19 @@ class ShmReader(WindowReader):
                 self.sock.settimeout(max(0.01, self.deadline - time.monotonic()))
             head, fds, _, _ = socket.recv_fds(self.sock, 1, 1)
             if head != _HEAD or len(fds) != 1:
-                raise WireClosed("prefill did not pass a window")
+                raise WireClosed("prefill did not pass its shared memory")
             if fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-                raise WireClosed("the window is not sealed")
+                raise WireClosed("prefill's shared memory is not sealed")
             self._memory = mmap.mmap(fds[0], os.fstat(fds[0]).st_size, prot=mmap.PROT_READ)
         except (OSError, ValueError) as err:
-            raise WireClosed(f"the window cannot be mapped: {err}") from None
+            raise WireClosed(f"prefill's shared memory cannot be mapped: {err}") from None
         finally:
             for fd in fds:
                 os.close(fd)
 
     def proof(self) -> bytes:
         if self._memory is None or len(self._memory) != SLOTS * self.slot_bytes:
-            raise TransportRefused("the window has an unexpected size")
+            raise TransportRefused("prefill's shared memory has an unexpected size")
         return self._memory[:PROOF_BYTES]
 
     def payload(self, slot: int, size: int) -> Payload:

@@ -218,7 +218,7 @@ def common_config(
     is_latent = f"{arch}.attention.kv_lora_rank" in metadata
     if not is_latent and value_length not in (None, metadata.get(f"{arch}.attention.key_length")):
         raise CheckpointError(
-            f"GGUF values have {value_length} dims and keys have a different number"
+            f"GGUF attention values have {value_length} dims per head, but keys have another number"
         )
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in tensors
@@ -304,7 +304,7 @@ def rope_scaling(
     if factors:
         if kind != "none" or set(factors) != {"factors"}:
             raise CheckpointError(
-                f"GGUF rope tensors {sorted(factors)} do not match scaling type {kind!r}"
+                f"GGUF rope tensors {sorted(factors)} do not match the rope scaling type {kind!r}"
             )
         return {"rope_type": "factors", **factors}
     if kind == "none":

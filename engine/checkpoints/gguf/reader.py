@@ -90,7 +90,10 @@ class GgufReader:
         value = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         is_valid = isinstance(value, int) and 8 <= value <= 1 << 20 and value & (value - 1) == 0
         if not is_valid:
-            raise CheckpointError(f"{self.path}: general.alignment is {value!r}")
+            raise CheckpointError(
+                f"{self.path}: general.alignment is {value!r}: "
+                "expected a power of two from 8 to 2**20"
+            )
         return int(value)
 
 
@@ -110,7 +113,9 @@ class _Cursor:
 
     def take(self, size: int) -> bytes:
         if size > self.remaining:
-            raise self.fail(f"{size} bytes needed, {self.remaining} remaining")
+            raise self.fail(
+                f"the file ends too early: {size} bytes needed, {self.remaining} remaining"
+            )
         self.position += size
         return self.file.map[self.position - size : self.position]
 
@@ -132,7 +137,7 @@ class _Cursor:
         try:
             return self.take(size).decode()
         except UnicodeDecodeError as error:
-            raise self.fail("text that is not UTF-8") from error
+            raise self.fail("the file has a string that is not UTF-8") from error
 
     def texts(self, count: int) -> list[str]:
         """Read `count` strings; inlined for speed, as vocabularies have hundreds of thousands."""
@@ -142,14 +147,14 @@ class _Cursor:
         for _ in range(count):
             start = position + 8
             if start > end:
-                raise self.fail("an array of strings extends past the end of the file")
+                raise self.fail("a metadata array of strings extends past the end of the file")
             position = start + length(data, start - 8)[0]
             if position > end:
-                raise self.fail("an array of strings extends past the end of the file")
+                raise self.fail("a metadata array of strings extends past the end of the file")
             try:
                 texts.append(data[start:position].decode())
             except UnicodeDecodeError as error:
-                raise self.fail("an array with text that is not UTF-8") from error
+                raise self.fail("a metadata array has a string that is not UTF-8") from error
         self.position = position
         return texts
 
@@ -177,7 +182,7 @@ def _read_value(cursor: _Cursor, kind: int) -> Any:
     if item == STRING:
         return cursor.texts(cursor.count("Q", 8, "strings"))
     if item not in NUMBERS:
-        raise cursor.fail(f"an array has unknown type {item}")
+        raise cursor.fail(f"a metadata array has unknown type {item}")
     numbers = array("B" if item == BOOL else NUMBERS[item])
     size = cursor.count("Q", numbers.itemsize, "numbers") * numbers.itemsize
     numbers.frombytes(cursor.take(size))
@@ -192,7 +197,9 @@ def _read_infos(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor
             raise cursor.fail(f"tensor {name!r} occurs twice")
         num_dims = cursor.number("I")
         if not 1 <= num_dims <= MAX_DIMS:
-            raise cursor.fail(f"tensor {name!r} has {num_dims} dimensions")
+            raise cursor.fail(
+                f"tensor {name!r} has {num_dims} dimensions: expected 1 to {MAX_DIMS}"
+            )
         shape = tuple(reversed([cursor.number("Q") for _ in range(num_dims)]))
         kind, size = _stored_size(cursor, name, cursor.number("I"), shape)
         offset = cursor.number("Q")
@@ -211,7 +218,10 @@ def _stored_size(cursor: _Cursor, name: str, kind: int, shape: tuple[int, ...]) 
     type_name = TYPES[kind]
     block_values, block_bytes = block_size(type_name)
     if 0 in shape or shape[-1] % block_values:
-        raise cursor.fail(f"tensor {name!r} of shape {list(shape)} cannot be {type_name}")
+        raise cursor.fail(
+            f"tensor {name!r} of shape {list(shape)} cannot be {type_name}: "
+            f"a row must have a multiple of {block_values} values, and no dimension may be 0"
+        )
     return type_name, math.prod(shape) // block_values * block_bytes
 
 
@@ -261,14 +271,16 @@ def shard_names(name: str) -> list[str]:
         return [name]
     count = int(shard.group(2))
     if not 1 <= int(shard.group(1)) <= count <= MAX_SHARDS:
-        raise CheckpointError(f"{name}: invalid number of the part or of the parts")
+        raise CheckpointError(
+            f"{name}: the part numbers in the file name are invalid: expected 1 to {MAX_SHARDS}"
+        )
     stem = name[: shard.start()]
     return [f"{stem}-{n:05}-of-{count:05}.gguf" for n in range(1, count + 1)]
 
 
 def read_shards(path: Path) -> list[GgufReader]:
     """Open all files of the model that the file at `path` belongs to, in order. Raises
-    CheckpointError if a part is missing, malformed or from another model."""
+    CheckpointError if a part is missing, malformed or numbered wrongly."""
     paths = [path.with_name(name) for name in shard_names(path.name)]
     if len(paths) == 1:
         return [GgufReader(path)]
@@ -285,7 +297,8 @@ def read_shards(path: Path) -> list[GgufReader]:
         )
         if stated != (n, len(paths)):
             raise CheckpointError(
-                f"{reader.path}: its metadata says part {stated[0]} (from 0) of {stated[1]}"
+                f"{reader.path}: its metadata says part {stated[0]} (from 0) of {stated[1]}, "
+                "which contradicts its file name"
             )
     return readers
 
@@ -315,7 +328,9 @@ def raw_tensor(file: MappedFile, info: TensorInfo, name: str) -> RawTensor:
         return RawTensor({VALUES: values}, info.format, info.shape)
     kind = formats().get(info.format)
     if not isinstance(kind, BlockFormat):
-        raise CheckpointError(f"{file.path}: tensor {name} is {info.format}, not a weight format")
+        raise CheckpointError(
+            f"{file.path}: tensor {name} is {info.format}, which is not supported for weights"
+        )
     shape = (*info.shape[:-1], kind.row_bytes(info.shape[-1]))
     blocks = file.array(np.dtype(np.uint8), shape, info.start)
     return RawTensor({BLOCKS: blocks}, info.format, info.shape)

@@ -217,7 +217,7 @@ def _sentence_piece(
     else:
         scores = _numbers(metadata, "scores", len(tokens))
         if scores is None:
-            raise CheckpointError("GGUF tokenizer.ggml.scores is missing")
+            raise CheckpointError("GGUF tokenizer.ggml.scores is missing, and there are no merges")
         merges = _merges_by_score(spelled, types, scores)
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
     model = _bpe(
@@ -365,7 +365,7 @@ def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     for merge in _strings(metadata, "merges"):
         left, space, right = merge[1:].partition(" ")  # a token may begin with a space
         if not space:
-            raise CheckpointError(f"GGUF tokenizer.ggml.merges: {merge!r} is not a pair")
+            raise CheckpointError(f"GGUF tokenizer.ggml.merges: {merge!r} is not a pair of tokens")
         merges.append((merge[0] + left, right))
     return merges
 

@@ -197,7 +197,7 @@ def sentence_pooling(path: Path) -> StoredPooling | None:
         raise CheckpointError(f"{path}: do_lower_case is not supported")
     max_len = settings.get("max_seq_length")
     if max_len is not None and (type(max_len) is not int or max_len < 1):
-        raise CheckpointError(f"{path}: max_seq_length is {max_len!r}")
+        raise CheckpointError(f"{path}: max_seq_length is {max_len!r}: expected a positive integer")
     kind = _kind(path / modules[1][1] / "config.json")
     return StoredPooling(kind, normalizes="Normalize" in kinds, max_len=max_len)
 
@@ -297,7 +297,8 @@ class DirectoryCheckpoint:
                 if (raw.format, raw.shape) != layout:
                     read = f"{raw.format} {list(raw.shape)}"
                     raise ValueError(
-                        f"the parts give {read}, expected {layout.format} {list(layout.shape)}"
+                        f"the stored parts give {read}, "
+                        f"expected {layout.format} {list(layout.shape)}"
                     )
                 return raw
         if name not in self._owner:

@@ -47,7 +47,10 @@ class SafetensorsReader:
             raise self._fail("the file is too short for a header")
         length = int.from_bytes(self.file.map[:8], "little")
         if length > min(MAX_HEADER_BYTES, self.file.size - 8):
-            raise self._fail(f"the header has {length} bytes and the file has {self.file.size}")
+            raise self._fail(
+                f"the header has {length} bytes and the file {self.file.size}; "
+                f"the limit of a header is {MAX_HEADER_BYTES}"
+            )
         self._base = 8 + length
         try:
             header = json.loads(self.file.map[8 : self._base], object_pairs_hook=self._unique)
@@ -108,7 +111,7 @@ class SafetensorsReader:
         """Check a tensor's entry in the header; return (dtype, shape, first byte, end byte). Bytes
         count from the end of the header. Raises CheckpointError."""
         if not isinstance(entry, dict):
-            raise self._fail(f"the entry of tensor {name} is malformed")
+            raise self._fail(f"the header's entry of tensor {name} is malformed")
         kind: Any = entry.get("dtype")
         shape: Any = entry.get("shape")
         span: Any = entry.get("data_offsets")

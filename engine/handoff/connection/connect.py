@@ -153,7 +153,10 @@ class Dialer:
                 self.refusals[transport.name] += 1
                 reasons.append(f"{transport.name}: {err}")
                 log.info(
-                    "transport %s to %s was refused: %s", transport.name, _target_name(target), err
+                    "transport %s cannot connect to %s, so the next one is tried, if any: %s",
+                    transport.name,
+                    _target_name(target),
+                    err,
                 )
                 continue
             log.info("transport %s connected to %s", transport.name, _target_name(target))

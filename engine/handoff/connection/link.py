@@ -102,11 +102,13 @@ class DataLink:
                 case messages.Welcome(proof) if proof == wire.proof():
                     wire.trust()
                 case messages.Welcome():
-                    raise TransportRefused("decode cannot read this process's window")
+                    raise TransportRefused(
+                        "decode cannot read the bytes that prefill wrote into the window"
+                    )
                 case messages.Refused(reason):
                     raise TransportRefused(f"refused by decode: {reason}")
                 case _:
-                    raise TransportRefused("decode did not answer with Welcome")
+                    raise TransportRefused("decode answered Hello with an unexpected message")
         except (WireClosed, FrameError) as err:
             wire.close()
             raise TransportRefused(str(err)) from None
@@ -268,7 +270,7 @@ class DataLink:
         except (WireClosed, FrameError, TransportRefused) as err:
             self.end(str(err))
         except Exception:
-            log.exception("a hand-off connection failed")
+            log.exception("a hand-off connection failed with an unexpected error and is closed")
             self.end("internal error")
         finally:
             self._writer.join()
@@ -283,7 +285,7 @@ class DataLink:
             self._skip_rest()
             raise
         if not isinstance(hello, messages.Hello):
-            raise FrameError("the first message is not Hello")
+            raise FrameError("the peer's first message is not Hello")
         self.hello = hello
         reason = self._handler.introduced(self, hello)
         if not reason and hello.transport != self.transport:
@@ -338,7 +340,7 @@ class DataLink:
         record = prefix.pack() + self._wire.take(prefix.length)
         header, covered, tag = FrameHeader.unpack(record)
         if header.payload_bytes > self._wire.slot_bytes:
-            raise FrameError("the payload is larger than a slot")
+            raise FrameError("prefill sent a payload that is larger than a slot")
         mark, lent = mark_of(tag), self._lent.check(header.slot)
         if not self._handler.frame(self, header, covered, tag):
             self._wire.skip_payload(header.slot, header.payload_bytes)
@@ -374,7 +376,7 @@ class DataLink:
         except WireClosed as err:
             self.end(str(err))
         except Exception:
-            log.exception("a hand-off connection failed")
+            log.exception("a hand-off connection failed with an unexpected error and is closed")
             self.end("internal error")
 
     def _next(self) -> bytes | tuple[int, FrameJob] | None:

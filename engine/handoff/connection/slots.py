@@ -31,7 +31,7 @@ class WriterSlots:
     def open(self, count: int) -> None:
         """Make `count` slots available. Raises FrameError if slots were available before."""
         if self._free or self._filling or self._in_flight:
-            raise FrameError("decode announced a second window")
+            raise FrameError("decode announced a second window for one connection")
         self._free.extend(range(count))
 
     def take(self) -> int:
@@ -56,7 +56,7 @@ class WriterSlots:
         """Free the slot of a frame that decode has credited. Raises FrameError if no frame is in
         flight in it."""
         if slot not in self._in_flight:
-            raise FrameError("a credit names a slot that is not in flight")
+            raise FrameError("decode credited a slot that is not in flight")
         del self._in_flight[slot]
         self._free.append(slot)
 
@@ -73,14 +73,14 @@ class ReaderSlots:
         """Return whether the slot holds a frame that is not credited yet. Raises FrameError for a
         slot number out of range."""
         if slot >= self._count:
-            raise FrameError("the slot number is out of range")
+            raise FrameError("prefill named a slot number that is out of range")
         return slot in self._lent
 
     def lend(self, slot: int, mark: bytes = b"") -> None:
         """Assign the slot to a frame that has arrived. Raises FrameError if it holds another
         frame."""
         if self.check(slot):
-            raise FrameError("the slot was used again without a credit")
+            raise FrameError("prefill used a slot again without a credit")
         self._lent[slot] = mark
 
     def credit(self, slot: int) -> bytes:

@@ -217,22 +217,24 @@ class Bitmap:
         such blocks or layers, or if they were not requested."""
         size = self._spec.block_size
         if header.group >= len(self._spec.groups):
-            raise FrameError(f"layer group {header.group} does not exist")
+            raise FrameError(f"the KV layout has no layer group {header.group}")
         group = self._spec.groups[header.group]
         if header.tokens.start % size or header.tokens.stop % size:
-            raise FrameError("the token range does not cover whole blocks")
+            raise FrameError("the frame's token range does not cover whole blocks")
         blocks = range(header.tokens.start // size, header.tokens.stop // size)
         if blocks.start < self._first[header.group] or blocks.stop > self._end:
-            raise FrameError(f"blocks {blocks.start}-{blocks.stop} were not requested")
+            raise FrameError(f"the frame's blocks {blocks.start}-{blocks.stop} were not requested")
         if header.layers.stop > len(group.layers):
-            raise FrameError(f"group {header.group} has only {len(group.layers)} layers")
+            raise FrameError(f"layer group {header.group} has only {len(group.layers)} layers")
         if header.heads != range(group.head_start, group.head_end):
             raise FrameError(
-                f"heads {header.heads.start}-{header.heads.stop} do not match the layout"
+                f"heads {header.heads.start}-{header.heads.stop} do not match the KV layout"
             )
         expected = len(header.layers) * len(blocks) * group.block_bytes(size)
         if header.payload_bytes != expected:
-            raise FrameError(f"the payload has {header.payload_bytes} bytes; expected {expected}")
+            raise FrameError(
+                f"the frame's payload has {header.payload_bytes} bytes; expected {expected}"
+            )
         return Piece(header.group, header.layers, blocks)
 
     def has(self, piece: Piece) -> bool:

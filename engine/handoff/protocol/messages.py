@@ -216,7 +216,7 @@ def decode(record: bytes) -> Message:
             plain: Plain = codec.unpack(body)
             return plain
         if len(body) < _ENVELOPE.size + TAG_BYTES:
-            raise FrameError("a message is too short")
+            raise FrameError("a signed message is too short")
         ticket, sequence = _ENVELOPE.unpack_from(body)
         content = codec.unpack(body[_ENVELOPE.size : -TAG_BYTES])
         return Signed(ticket, sequence, content, record[:-TAG_BYTES], record[-TAG_BYTES:])
@@ -227,7 +227,7 @@ def decode(record: bytes) -> Message:
 def _record(kind: int, content: bytes, extra: int = 0) -> bytes:
     length = len(content) + extra
     if length > MAX_CONTROL_BYTES:
-        raise FrameError(f"the message is too long: {length} bytes")
+        raise FrameError(f"a message has {length} bytes; the limit is {MAX_CONTROL_BYTES}")
     return Prefix(kind, length).pack() + content
 
 
@@ -252,7 +252,7 @@ def _fixed(cls: Any, layout: str, *names: str) -> _Codec:
 def _text(cls: Any) -> _Codec:
     def unpack(data: bytes) -> Any:
         if len(data) > MAX_REASON_BYTES:
-            raise FrameError("the reason is too long")
+            raise FrameError("the reason in a message is too long")
         return cls(data.decode())
 
     return _Codec(

@@ -224,7 +224,7 @@ def read_rings(paths: Iterable[Path]) -> list[Recording]:
 def parse_ring(data: bytes) -> Recording:
     """Parse the bytes of a ring file; a truncated file gives fewer records. Raises RingError."""
     if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
-        raise RingError("the file is not a ring")
+        raise RingError("the file is not a ring of hand-off records")
     head = data[: _HEADER.size]
     _, version, vocabulary, capacity, epoch, wall, boot, host, role = _HEADER.unpack(head)
     if crc32(head) != _CHECK.unpack_from(data, _HEADER.size)[0]:

@@ -74,7 +74,7 @@ class ProcessPlace:
     def unpack(cls, data: bytes) -> "ProcessPlace":
         """Decode the bytes of a peer's ProcessPlace. Raises ValueError."""
         if len(data) != PLACE_BYTES or data[:4] != _MAGIC:
-            raise ValueError("the peer does not use cuda_ipc")
+            raise ValueError("the peer did not begin a cuda_ipc handshake")
         _, version, uuid, p0, p1, i0, i1 = _PLACE.unpack(data)
         return cls(uuid, (p0, p1), (i0, i1), version)
 
@@ -95,10 +95,10 @@ class Refusal:
     def unpack(cls, data: bytes) -> "Refusal":
         """Decode the bytes of a peer's answer. Raises ValueError."""
         if len(data) != ANSWER_BYTES:
-            raise ValueError("an answer has a wrong length")
+            raise ValueError("the peer's handshake answer has a wrong length")
         reason, text = (part.rstrip(b"\0").decode() for part in _ANSWER.unpack(data))
         if reason and reason not in REASONS:
-            raise ValueError(f"unknown reason {reason!r}")
+            raise ValueError(f"the peer refused the handshake for an unknown reason: {reason!r}")
         return cls(reason, text)
 
 

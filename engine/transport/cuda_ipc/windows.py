@@ -117,7 +117,8 @@ class DeviceWindows:
             if self._end is None or time.monotonic() > self._end:
                 pids = [writer.pid for writer in window.writers]
                 log.warning(
-                    "processes %s still have a window open; it stays allocated until this one ends",
+                    "processes %s still have a window open; "
+                    "its memory stays allocated until this process ends",
                     pids,
                 )
                 for writer in window.writers:

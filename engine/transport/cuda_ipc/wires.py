@@ -83,7 +83,8 @@ class _DeviceSlot:
     def _check(self, pages: Pages) -> None:
         if pages.num_bytes > self.slot.capacity:
             raise DeviceError(
-                f"{pages.num_bytes} bytes do not fit into a slot of {self.slot.capacity} bytes"
+                f"a payload of {pages.num_bytes} bytes does not fit into "
+                f"a slot of {self.slot.capacity} bytes"
             )
 
 
@@ -149,7 +150,7 @@ class CudaWriter(WindowWriter):
 
     def open_window(self, data: bytes) -> None:
         if self._slots or len(data) != handles_bytes(SLOTS):
-            raise TransportRefused("decode sent an unexpected window")
+            raise TransportRefused("decode sent a second window or one of a wrong size")
         handles = [
             data[start : start + HANDLE_BYTES] for start in range(0, len(data), HANDLE_BYTES)
         ]
@@ -265,8 +266,8 @@ class CudaReader(WindowReader):
         except (ValueError, DeviceError) as err:
             raise WireClosed(f"the handshake failed: {err}") from None
         except TransportRefused as err:
-            log.info("transport cuda_ipc refused by prefill: %s", err)
-            raise WireClosed(f"refused by prefill: {err}") from None
+            log.info("prefill refused a cuda_ipc connection and tries another transport: %s", err)
+            raise WireClosed(f"prefill refused the handshake: {err}") from None
 
     def proof(self) -> bytes:
         return self._proof
@@ -281,7 +282,7 @@ class CudaReader(WindowReader):
 
     def payload(self, slot: int, size: int) -> Payload:
         if self._window is None:
-            raise WireClosed("a frame arrived before the window was lent")
+            raise WireClosed("prefill sent a frame before decode lent it a window")
         return _DeviceSlot(self._device, self._window.slots[slot])
 
     def close(self) -> None:
@@ -327,11 +328,11 @@ class CudaReader(WindowReader):
         self.write(refusal.pack())
         if refusal.reason:
             log.info(
-                "transport cuda_ipc refused by decode, prefill may try another: %s: %s",
+                "decode refused a cuda_ipc connection, so prefill tries another transport: %s: %s",
                 refusal.reason,
                 refusal.text,
             )
-            raise WireClosed(f"refused: {refusal.reason}: {refusal.text}")
+            raise WireClosed(f"decode refused the handshake: {refusal.reason}: {refusal.text}")
 
 
 def local_place(device: Device) -> ProcessPlace:
