@@ -124,7 +124,7 @@ class SlowPeerDetector:
 
     def slow(self, now: float) -> bool:
         """Return whether no frame has arrived for more than SLOW_S seconds and more than SLOW_RATIO
-        times the longest chunk so far."""
+        times the longest chunk so far. False before the first chunk is complete."""
         if self.longest is None:
             return False
         return now - self.moved > max(SLOW_S, SLOW_RATIO * self.longest)

@@ -212,7 +212,7 @@ class Wire(ABC):
     def open_window(self, data: bytes) -> None:
         """At prefill, open decode's window of slots with the data that decode's `window` returned.
         Raises TransportRefused."""
-        raise TransportRefused("decode sent a window, but this transport uses none")
+        raise TransportRefused("decode sent a device window, but this transport uses none")
 
     @property
     def writable(self) -> bool:

@@ -2,8 +2,9 @@
 the position of each tensor in a mapped file.
 
 No value read from a file is trusted: every count and length is compared with the rest of the file
-before any allocation, so parsing needs at most a small multiple of the file's size. Format:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+before any allocation, so parsing needs at most a small multiple of the file's size.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import math

@@ -104,7 +104,9 @@ class SafetensorsReader:
         if end != self.file.size - self._base:
             data_bytes = self.file.size - self._base
             hint = ": is it truncated?" if data_bytes < end else ""
-            raise self._fail(f"tensors take {end} bytes, the file has {data_bytes}{hint}")
+            raise self._fail(
+                f"tensors take {end} bytes, the file has {data_bytes} after its header{hint}"
+            )
         return tensors
 
     def _entry(self, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
@@ -124,7 +126,9 @@ class SafetensorsReader:
         first, last = span
         needed = math.prod(shape) * TYPES[kind].itemsize
         if last - first != needed:
-            raise self._fail(f"tensor {name} needs {needed} bytes and has {last - first}")
+            raise self._fail(
+                f"tensor {name} needs {needed} bytes and has {last - first} by its data_offsets"
+            )
         return kind, tuple(shape), first, last
 
 

@@ -64,7 +64,7 @@ class CompressedTensors(QuantizationMethod):
         for key in UNSUPPORTED:
             setting = config.get(key) or {}
             if setting and setting.get("format") != "dense":
-                raise ValueError(f"unsupported setting {key}")
+                raise ValueError(f"the setting {key} is not supported")
         schemes = [s.get("weights") or {} for s in (config.get("config_groups") or {}).values()]
         self.quantizes = bool(schemes)
         blocks = [s["block_structure"] for s in schemes if s.get("block_structure")]

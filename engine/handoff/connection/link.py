@@ -211,8 +211,8 @@ class DataLink:
             self._wake.notify()
 
     def credit(self, header: FrameHeader) -> None:
-        """At decode, return the slot of a frame that arrived on the device to prefill. Raises
-        KeyError if it was returned before."""
+        """At decode, return to prefill the slot of a frame whose payload arrived on the device.
+        Raises KeyError if it was returned before."""
         self.post(_credit(header.slot, self._lent.credit(header.slot)))
 
     def slot_returned(self, slot: int, mark: bytes) -> bool:

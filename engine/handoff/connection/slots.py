@@ -31,7 +31,7 @@ class WriterSlots:
     def open(self, count: int) -> None:
         """Make `count` slots available. Raises FrameError if slots were available before."""
         if self._free or self._filling or self._in_flight:
-            raise FrameError("decode announced a second window for one connection")
+            raise FrameError("decode announced a second window of slots for one connection")
         self._free.extend(range(count))
 
     def take(self) -> int:

@@ -97,7 +97,7 @@ class CudaIpcTransport(KvTransport):
             raise
         except (WireClosed, ValueError) as err:
             wire.close()
-            raise TransportRefused(f"the handshake failed: {err}") from None
+            raise TransportRefused(f"the cuda_ipc handshake failed: {err}") from None
         except DeviceError as err:
             wire.close()
             raise TransportRefused(f"no_device: {err}") from None

@@ -150,7 +150,7 @@ class CudaWriter(WindowWriter):
 
     def open_window(self, data: bytes) -> None:
         if self._slots or len(data) != handles_bytes(SLOTS):
-            raise TransportRefused("decode sent a second window or one of a wrong size")
+            raise TransportRefused("decode sent a second device window, or one of a wrong size")
         handles = [
             data[start : start + HANDLE_BYTES] for start in range(0, len(data), HANDLE_BYTES)
         ]
@@ -264,7 +264,7 @@ class CudaReader(WindowReader):
                     self._proof = self._device.get(cell.copy_address, PROOF_BYTES)
                 self._send_answer(refusal)
         except (ValueError, DeviceError) as err:
-            raise WireClosed(f"the handshake failed: {err}") from None
+            raise WireClosed(f"the cuda_ipc handshake failed: {err}") from None
         except TransportRefused as err:
             log.info("prefill refused a cuda_ipc connection and tries another transport: %s", err)
             raise WireClosed(f"prefill refused the handshake: {err}") from None
@@ -282,7 +282,7 @@ class CudaReader(WindowReader):
 
     def payload(self, slot: int, size: int) -> Payload:
         if self._window is None:
-            raise WireClosed("prefill sent a frame before decode lent it a window")
+            raise WireClosed("prefill sent a frame before decode lent it a device window")
         return _DeviceSlot(self._device, self._window.slots[slot])
 
     def close(self) -> None:
