@@ -1,4 +1,5 @@
-"""Reads models from files: GGUF and Hugging Face directories, in Hugging Face's terms."""
+"""Reads models from GGUF files and Hugging Face directories; both are presented in Hugging Face's
+terms."""
 
 from pdserve.engine.checkpoints.cache import DigestCache, TextCache
 from pdserve.engine.checkpoints.card import CardData, with_recommended

@@ -1,4 +1,5 @@
-"""Caches of data derived from a model's files, keyed by the identity of these files.
+"""Disk caches of data derived from a model's files, keyed by the files' device, inode, size and
+time.
 
 They live below $XDG_CACHE_HOME/pdserve. Losing them costs only time; damaged entries are rebuilt.
 """
@@ -19,7 +20,8 @@ TEXT_RULES = "3"  # increment when the facts read from a tokenizer change
 
 
 class FileCache:
-    """A cache of bytes by source files; `kind` names its folder, `rules` the derivation."""
+    """A disk cache of one piece of data per list of source files. `kind` names the cache's folder;
+    `rules` is the version of the derivation, so that a new version finds no old entries."""
 
     def __init__(self, kind: str, rules: str, folder: Path | None = None) -> None:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -27,14 +29,15 @@ class FileCache:
         self._rules = rules
 
     def get(self, files: Sequence[str]) -> bytes | None:
-        """Return the entry of `files`; None if it is missing or a file has changed."""
+        """Return the cached data of these source files; None if it is missing or a file has
+        changed."""
         try:
             return self._entry(files).read_bytes()
         except OSError:
             return None
 
     def put(self, files: Sequence[str], data: bytes) -> None:
-        """Store an entry; do nothing if it cannot be written."""
+        """Cache the data of these source files; do nothing if it cannot be written."""
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
@@ -42,37 +45,42 @@ class FileCache:
             os.replace(file.name, self._entry(files))
 
     def _entry(self, files: Sequence[str]) -> Path:
-        """Return the path of an entry. Raises OSError if one of the files is missing."""
+        """Return the path of the cached data of these source files. Raises OSError if a source file
+        is missing."""
         stats = [os.stat(file) for file in files]
         identity = [(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats]
         return self._folder / hashlib.sha256(f"{self._rules} {identity}".encode()).hexdigest()
 
 
 class DigestCache:
-    """A cache of weight digests. `part` names the subset of the weights, empty for all."""
+    """A disk cache of weight digests by weight files. `part` names a subset of the weights, empty
+    for all."""
 
     def __init__(self, folder: Path | None = None, part: str = "") -> None:
         self._files = FileCache("digests", f"{DIGEST_RULES}{part}", folder)
 
     def get(self, files: Sequence[str]) -> str | None:
-        """Return the digest of the weights in `files`; None if missing or a file has changed."""
+        """Return the cached digest of these weight files; None if it is missing or a file has
+        changed."""
         text = (self._files.get(files) or b"").decode("ascii", "replace")
         is_digest = len(text) == 64 and not set(text) - set("0123456789abcdef")
         return text if is_digest else None
 
     def put(self, files: Sequence[str], digest: str) -> None:
-        """Store a digest; do nothing if it cannot be written."""
+        """Cache the digest of these weight files; do nothing if it cannot be written."""
         self._files.put(files, digest.encode())
 
 
 class TextCache:
-    """A cache of TextFiles. An entry is a line of JSON (the other fields), then tokenizer.json."""
+    """A disk cache of TextFiles by source files. An entry is a line of JSON (all fields except the
+    tokenizer), then tokenizer.json."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._files = FileCache("tokenizers", TEXT_RULES, folder)
 
     def get(self, files: Sequence[str]) -> TextFiles | None:
-        """Return the entry of `files`; None if missing or damaged, or if a file has changed."""
+        """Return the cached TextFiles of these files; None if missing or damaged, or if a file has
+        changed."""
         head, line, tokenizer = (self._files.get(files) or b"").partition(b"\n")
         try:
             facts = json.loads(head)
@@ -84,7 +92,7 @@ class TextCache:
         return text if line and hashlib.sha256(tokenizer).hexdigest() == digest else None
 
     def put(self, files: Sequence[str], text: TextFiles) -> None:
-        """Store an entry; do nothing if it cannot be written."""
+        """Cache the TextFiles of these files; do nothing if they cannot be written."""
         facts = asdict(text)
         tokenizer: bytes = facts.pop("tokenizer_json")
         head = json.dumps({**facts, "sha256": hashlib.sha256(tokenizer).hexdigest()})

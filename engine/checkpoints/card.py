@@ -20,7 +20,8 @@ RECOMMENDED: tuple[tuple[str, dict[str, float]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class CardData:
-    """A loaded model's properties; `weights_digest` and `quantization` describe its weights."""
+    """The properties of a loaded model that other processes need, such as context length and chat
+    template."""
 
     name: str  # the name that clients use
     architecture: str  # Hugging Face class name
@@ -44,7 +45,8 @@ class CardData:
 
 
 def with_recommended(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the generation config with recommended sampling params, unless it sets any itself."""
+    """Return a generation config with the sampling params recommended for the model `name`. If
+    `config` sets any sampling param itself, or none are known, return it unchanged."""
     if any(config.get(key) is not None for key in SAMPLING):
         return dict(config)
     for pattern, sampling in RECOMMENDED:

@@ -1,6 +1,5 @@
 """Resolves the `--model` option to a path on this machine and a name to serve the model by;
-downloads from the Hugging Face hub.
-"""
+downloads models from the Hugging Face hub."""
 
 import importlib.util
 import io
@@ -32,7 +31,7 @@ PART_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A repository at a revision, or one GGUF file in it."""
+    """A model on the Hugging Face hub: a repository at a revision, or one GGUF file in it."""
 
     repo: str
     revision: str | None = None  # None: main
@@ -42,7 +41,8 @@ class HubModel:
 def download(
     model: HubModel, progress: Callable[[str, float], None], cache: Path | None = None
 ) -> Path:
-    """Download what is not cached; return the snapshot's directory, or the file in it.
+    """Download the files of a hub model that are not cached. Return the directory of the
+    repository's snapshot, or the path of the GGUF file in it.
 
     HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE and HF_HUB_OFFLINE have their usual effects; `cache`
     overrides HF_HUB_CACHE. Raises CheckpointError.
@@ -70,12 +70,13 @@ def download(
     if model.file is None:
         return path
     if not (path / model.file).exists():
-        raise CheckpointError(f"{model.repo} has no file {model.file}")
+        raise CheckpointError(f"the hub repository {model.repo} has no file {model.file}")
     return path / model.file
 
 
 def _bar(repo: str, progress: Callable[[str, float], None]) -> Any:
-    """Return a subclass of tqdm that reports bytes to `progress` and draws nothing."""
+    """Return a subclass of tqdm that draws no progress bar and reports the downloaded fraction to
+    `progress`."""
     from huggingface_hub.utils.tqdm import tqdm
 
     base: Any = tqdm  # untyped
@@ -88,7 +89,7 @@ def _bar(repo: str, progress: Callable[[str, float], None]) -> Any:
             super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
 
         def display(self, *args: Any, **kwargs: Any) -> None:
-            """Draw nothing."""
+            """Draw nothing; progress goes to the callback."""
 
         def update(self, n: float | None = 1) -> None:
             nonlocal highest
@@ -99,14 +100,14 @@ def _bar(repo: str, progress: Callable[[str, float], None]) -> Any:
                 progress(f"fetching {repo}", highest)
 
         def close(self) -> None:
-            """Do nothing: the bar holds no resource."""
+            """Do nothing: this progress bar holds no resource."""
 
     return Bar
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The path of a model and its name for clients."""
+    """A model's path on this machine and the name by which clients request it."""
 
     path: Path  # a GGUF file or a model directory
     name: str
@@ -125,7 +126,8 @@ def resolve(model: str, progress: Callable[[str, float], None]) -> Resolved:
 
 
 def find(model: str) -> Path | HubModel:
-    """Find a path on this machine or name a model of the hub. Raises CheckpointError."""
+    """Return the path of a model on this machine, or the hub model that `model` names, without
+    downloading it. Raises CheckpointError if `model` is neither."""
     if not model:
         return shipped_model()
     path = Path(os.path.expanduser(model))  # os.path functions never raise here, unlike pathlib
@@ -141,7 +143,8 @@ def find(model: str) -> Path | HubModel:
 
 
 def shipped_model() -> Path:
-    """Find the GGUF file of the default model's package without importing the package."""
+    """Return the GGUF file of the default model's package, without importing the package. Raises
+    CheckpointError if the package is not installed."""
     spec = importlib.util.find_spec(SHIPPED_PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
@@ -153,7 +156,8 @@ def shipped_model() -> Path:
 
 
 def served_name(path: Path) -> str:
-    """Return the name of a directory, or of a GGUF file without quantization and part suffixes."""
+    """Return the name by which a local model is served: that of its directory, or of its GGUF file
+    without the suffixes of quantization and part."""
     path = path.resolve()
     if path.is_dir():
         return path.name

@@ -1,9 +1,9 @@
-"""The engine's interface to checkpoints, in Hugging Face's terms for every file format, and the
-memory maps behind it.
+"""The interface through which the engine reads checkpoints, in Hugging Face's terms for every file
+format, and the memory maps behind it.
 
 A checkpoint owns its mapped files; the tensors it returns are views that keep the maps alive. A map
-is private (copy on write), so it never changes the file. A file that shrinks meanwhile kills the
-process, as with any memory map.
+is private (copy on write), so it never changes the file. A file that shrinks while it is mapped
+kills the process, as with any memory map.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from pdserve.engine.weights import RawTensor
 
 
 class CheckpointError(Exception):
-    """A model cannot be found, read or understood. The message addresses the user."""
+    """Raised if a model cannot be found, read or understood. The message addresses the user."""
 
 
 class Layout(NamedTuple):
@@ -33,7 +33,8 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """The data that gateways need to convert text to token ids and back."""
+    """The data that gateways need to convert text to token ids and back: tokenizer, chat template,
+    token ids and generation defaults."""
 
     tokenizer_json: bytes
     chat_template: str = ""  # jinja source; empty: the model has none
@@ -45,7 +46,7 @@ class TextFiles:
 
 @dataclass(frozen=True, slots=True)
 class StoredPooling:
-    """How an embedding model's hidden states become an embedding, according to its files."""
+    """How an embedding model makes an embedding from its hidden states, according to its files."""
 
     kind: str  # "last" or "mean"
     normalizes: bool  # to length 1
@@ -53,33 +54,37 @@ class StoredPooling:
 
 
 class Checkpoint(Protocol):
-    """A model's configuration and weights under Hugging Face names."""
+    """A model's configuration and weights under Hugging Face's names; each file format implements
+    it."""
 
     @property
     def hf_config(self) -> dict[str, Any]:
         """The content of config.json, or its equivalent built from a file's metadata."""
 
     def names(self) -> Collection[str]:
-        """Return the names of all tensors; a tied head is absent."""
+        """Return the names of all tensors. A head that is tied to the embedding is not listed."""
 
     def layout(self, name: str) -> Layout:
-        """Return the layout of one of `names()`."""
+        """Return the storage format and shape of the tensor `name`, which must be one of
+        `names()`."""
 
     def tensor(self, name: str) -> RawTensor:
-        """Return a tensor without reading it: pages come from disk at first use.
+        """Return a tensor as a view of its mapped file; its bytes are read from disk at first use.
 
         Raises CheckpointError, which suggests similar names, if the tensor is missing.
         """
 
     def release(self, name: str) -> None:
-        """Free the memory of a tensor; later reads come from the file again."""
+        """Free the memory that a tensor's mapped bytes occupy; later reads come from the file
+        again."""
 
     def text_files(self) -> TextFiles:
-        """Return tokenizer, template and defaults; may take seconds for a large vocabulary."""
+        """Return tokenizer, chat template, token ids and generation defaults; may take seconds for
+        a large vocabulary."""
 
     def pooling(self) -> StoredPooling | None:
         """Return the pooling of an embedding model; None if the files do not define one. Raises
-        CheckpointError for an unsupported kind."""
+        CheckpointError if the engine does not support its kind."""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -91,7 +96,7 @@ class Checkpoint(Protocol):
 
 
 def unknown_tensor(name: str, names: Collection[str]) -> CheckpointError:
-    """Return the error for a missing tensor, with similar names."""
+    """Return the error to raise for a tensor that a checkpoint lacks; it suggests similar names."""
     similar = difflib.get_close_matches(name, names, n=3)
     hint = (
         f"; similar names: {', '.join(similar)}"
@@ -102,7 +107,7 @@ def unknown_tensor(name: str, names: Collection[str]) -> CheckpointError:
 
 
 class MappedFile:
-    """A privately mapped file. `map[a:b]` copies bytes; `array` does not."""
+    """A file mapped privately into memory. `map[a:b]` copies bytes; `array` does not."""
 
     def __init__(self, path: Path) -> None:
         """Map the file. Raises CheckpointError if it cannot be opened or is empty."""
@@ -115,7 +120,8 @@ class MappedFile:
         self.size = len(self.map)
 
     def array(self, dtype: "np.dtype[Any]", shape: tuple[int, ...], start: int) -> NDArray[Any]:
-        """Return an array over the file's bytes from `start`; the caller checks that they exist.
+        """Return an array over the file's bytes from position `start` on; the caller checks that
+        the file has them.
 
         Bytes that are not aligned for `dtype` are copied.
         """
@@ -126,7 +132,8 @@ class MappedFile:
         return values if values.flags.aligned else values.copy()
 
     def release(self, start: int, count: int) -> None:
-        """Free the memory of `count` bytes; the next access reads them from the file again."""
+        """Free the memory that `count` mapped bytes from `start` occupy; the next access reads them
+        from the file again."""
         begin = start - start % mmap.PAGESIZE
         if count and hasattr(mmap, "MADV_DONTNEED"):
             self.map.madvise(mmap.MADV_DONTNEED, begin, start + count - begin)

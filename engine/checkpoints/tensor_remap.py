@@ -1,6 +1,5 @@
-"""Views that map a model's tensors to a checkpoint's stored tensors: under another name, as rows of
-a fused tensor, as one matrix of a stack, or transposed.
-"""
+"""Views that make a model's tensors from a checkpoint's stored tensors: under another name, as rows
+of a fused tensor, as one matrix of a stack, or transposed."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -21,14 +20,15 @@ from pdserve.engine.weights import PLAIN, RawTensor, as_plain
 
 
 class Nth(NamedTuple):
-    """Matrix `number` of a stack of `of` matrices."""
+    """Selects matrix `number` from a tensor that stacks `of` matrices."""
 
     number: int
     of: int
 
 
 class HeadRows(NamedTuple):
-    """The rows [begin, end) of each head, as a stack, from a matrix of `heads` * `rows` rows."""
+    """Selects the rows [begin, end) of each head from a matrix of `heads` * `rows` rows, as a stack
+    of one matrix per head."""
 
     heads: int
     begin: int
@@ -37,9 +37,10 @@ class HeadRows(NamedTuple):
 
 
 class RopeRows(NamedTuple):
-    """All rows of a matrix of `heads` * `head_dim` rows, reordered: in each head, the `rope_dim`
-    rows from row `begin` on come first. With `interleaved`, rope pairs neighbouring stored rows,
-    and the first rows of all pairs precede the second ones."""
+    """Reorders the rows of a matrix of `heads` * `head_dim` rows for rope. In each head, the
+    `rope_dim` rows from row `begin` on, which rope rotates, come first. With `interleaved`, the
+    file stores the two rows of a rotated pair next to each other; the first rows of all pairs then
+    precede the second ones."""
 
     heads: int
     head_dim: int
@@ -48,8 +49,8 @@ class RopeRows(NamedTuple):
     interleaved: bool = True
 
     def order(self) -> NDArray[np.int64]:
-        """Return the stored index of each row, int64 [heads * head_dim]. The sizes come from a
-        config, so compare them with a stored shape first."""
+        """Return for each row of the result the index of the stored row, int64 [heads * head_dim].
+        The sizes come from a config, so compare them with the stored shape first."""
         head_rows = np.arange(self.head_dim)
         rope = head_rows[self.begin : self.begin + self.rope_dim]
         first = rope.reshape(-1, 2).T.reshape(-1) if self.interleaved else rope
@@ -64,8 +65,8 @@ Rows = slice | RopeRows
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A stored tensor in the form that the model uses. A view applies these steps in this order,
-    each only if set:
+    """How to make a tensor of the model from a stored tensor. A view applies these steps in this
+    order, each only if set:
 
     - `matrix`: [n, rows, columns] -> [rows, columns], one matrix of a stack;
     - `heads`: [heads * rows, columns] -> [heads, end - begin, columns], some rows of each head;
@@ -82,7 +83,8 @@ class View:
     is_row: bool = False  # a vector [columns] -> [1, columns]
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the view's shape for a tensor of shape `stored`. Raises CheckpointError."""
+        """Return the shape of the view's result for a stored tensor of shape `stored`. Raises
+        CheckpointError if the stored shape contradicts the config."""
         shape = stored
         if self.matrix:
             if stored[:1] != (self.matrix.of,):
@@ -108,12 +110,13 @@ class View:
         )
 
     def format(self, stored: str) -> str:
-        """Return the view's format for a tensor of format `stored`. Blocks and groups lie along
-        columns, so a transposed matrix cannot keep them."""
+        """Return the format of the view's result for a stored tensor of format `stored`.
+        Quantization blocks and groups lie along columns, so a transposed matrix cannot keep them
+        and becomes float32."""
         return "F32" if self.heads and self.transposed and stored not in PLAIN else stored
 
     def of(self, raw: RawTensor) -> RawTensor:
-        """Apply the view to a stored tensor. Raises CheckpointError."""
+        """Apply the view to a stored tensor and return the result. Raises CheckpointError."""
         shape = self.shape(raw.shape)
         if self.matrix:
             raw = raw.matrix(self.matrix.number)
@@ -132,7 +135,8 @@ class View:
 
 
 class ViewedCheckpoint:
-    """A Checkpoint that presents another one under the names that the model uses."""
+    """A Checkpoint that presents another one's tensors under the names, and in the form, that the
+    model uses."""
 
     def __init__(
         self,
@@ -140,8 +144,9 @@ class ViewedCheckpoint:
         views: Mapping[str, View],
         unused: Callable[[str], bool] = lambda name: False,
     ) -> None:
-        """Wrap a checkpoint. A tensor stored under the model's name takes precedence over a view of
-        another tensor. `unused` returns whether the model ignores a stored name."""
+        """Wrap a checkpoint. `views` maps names of the model to views of stored tensors; a tensor
+        stored under the model's name takes precedence over a view of another one. `unused` returns
+        whether the model ignores a stored tensor."""
         self._checkpoint = checkpoint
         stored = {name for name in checkpoint.names() if not unused(name)}
         candidates = ((name, _first(view, stored)) for name, view in views.items())
@@ -174,11 +179,12 @@ class ViewedCheckpoint:
         return Layout(view.format(format), view.shape(shape))
 
     def source(self, name: str) -> str:
-        """Return the name of the stored tensor behind a name."""
+        """Return the name of the stored tensor from which the model's tensor `name` is made."""
         return self._views[name].source
 
     def expanded(self) -> Collection[str]:
-        """Return the tensors that become float32 because their format has no transpose."""
+        """Return the names of the transposed tensors that become float32, since their stored format
+        is quantized and has no transpose."""
         return [
             name
             for name, view in self._views.items()
@@ -202,7 +208,8 @@ class ViewedCheckpoint:
 
 
 def _first(view: View | None, stored: Collection[str]) -> View | None:
-    """Return the first of the view and its fallbacks whose source is stored."""
+    """Return the first of a view and its fallbacks whose stored tensor exists; None if none
+    does."""
     while view is not None and view.source not in stored:
         view = view.fallback
     return view
@@ -223,7 +230,8 @@ def fused(prefix: str, source: str, parts: Mapping[str, int]) -> dict[str, View]
 
 
 def renamed(prefix: str, names: Mapping[str, str]) -> dict[str, View]:
-    """Return views of modules that are stored under other names; `names` maps name to stored."""
+    """Return views of modules that the checkpoint stores under other names; `names` maps a model's
+    name to the stored one, and `prefix` precedes both."""
     return {
         f"{prefix}{name}.{leaf}": View(f"{prefix}{stored}.{leaf}")
         for name, stored in names.items()
@@ -232,7 +240,7 @@ def renamed(prefix: str, names: Mapping[str, str]) -> dict[str, View]:
 
 
 def first_of(*views: View) -> View:
-    """Chain views: the first whose source is stored applies."""
+    """Combine views into one: the first whose stored tensor exists applies."""
     chain: View | None = None
     for view in reversed(views):
         chain = replace(view, fallback=chain)

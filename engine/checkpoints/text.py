@@ -1,5 +1,5 @@
-"""The text properties of a model that its files give: one chat template, and facts that only the
-tokenizer knows.
+"""The properties of a model that concern text: one chat template made from its files, and facts
+that only the tokenizer knows.
 
 The template is self-contained jinja2 source, so that a gateway of any release can render it.
 """
@@ -16,8 +16,9 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|endof
 
 
 def one_template(templates: Mapping[str, str]) -> str:
-    """Return the template `default`, or else the first; it switches to `tool_use` if a request has
-    tools, like transformers. Empty if `templates` is empty."""
+    """Merge a model's chat templates into one. It is the template named `default`, or else the
+    first, and for requests with tools the template `tool_use`, like in transformers. Empty if there
+    are none."""
     default = templates.get("default", next(iter(templates.values()), ""))
     with_tools = templates.get("tool_use", default)
     if with_tools == default:
@@ -28,8 +29,8 @@ def one_template(templates: Mapping[str, str]) -> str:
 
 
 def with_token_names(source: str, tokens: Mapping[str, str | None]) -> str:
-    """Return the template with assignments of the special tokens whose names it uses. Tokens that
-    are None become undefined, which overrides the gateway's value."""
+    """Return the chat template `source`, preceded by assignments of the special tokens that it
+    names. A token that is None becomes undefined, even if the gateway sets it."""
     values = {
         name: "undefined" if text is None else json.dumps(text, ensure_ascii=False)
         for name, text in tokens.items()
@@ -39,7 +40,8 @@ def with_token_names(source: str, tokens: Mapping[str, str | None]) -> str:
 
 
 def load_tokenizer(tokenizer_json: bytes) -> Tokenizer:
-    """Load a tokenizer. Raises CheckpointError if the JSON is not a valid tokenizer."""
+    """Load a tokenizer from the bytes of tokenizer.json. Raises CheckpointError if they are not
+    valid."""
     try:
         return Tokenizer.from_buffer(tokenizer_json)
     except Exception as error:  # the package raises nothing narrower
@@ -47,18 +49,20 @@ def load_tokenizer(tokenizer_json: bytes) -> Tokenizer:
 
 
 def puts_before_prompt(tokenizer: Tokenizer, bos_id: int | None) -> bool:
-    """Return whether the ids of an encoded text begin with `bos_id`."""
+    """Return whether the tokenizer puts `bos_id` before an encoded text."""
     ids = tokenizer.encode("a", add_special_tokens=True).ids
     return bos_id is not None and ids[:1] == [bos_id]
 
 
 def turn_end_ids(tokenizer: Tokenizer, template: str) -> set[int]:
-    """Return the ids of the usual end-of-turn tokens in both the template and the vocabulary."""
+    """Return the ids of the usual end-of-turn tokens that occur in the chat template and the
+    vocabulary."""
     ids = (tokenizer.token_to_id(text) for text in TURN_ENDS if text in template)
     return {token_id for token_id in ids if token_id is not None}
 
 
 def checked_ids(ids: Iterable[object], vocab_size: int) -> tuple[int, ...]:
-    """Return the distinct ids within the vocabulary, in order; files use -1 for none."""
+    """Return the ids that are integers within the vocabulary, each once, in order. Files may have
+    missing ids or -1 for none."""
     integers = (i for i in ids if isinstance(i, int) and not isinstance(i, bool))
     return tuple(dict.fromkeys(i for i in integers if 0 <= i < vocab_size))

@@ -1,5 +1,5 @@
-"""Loads the tensors of a checkpoint with several threads, in the order they are needed, and
-computes digests of weights.
+"""Loads the tensors of a checkpoint with several threads, in the order in which they are needed,
+and computes digests of weights.
 
 A loaded tensor is returned once and then belongs to the caller; the number loaded ahead is bounded.
 A digest is the root of a Merkle tree (RFC 6962: leaves prefixed 0, nodes 1) over the tensors sorted
@@ -37,7 +37,8 @@ LABELS = {"F32": "float32", "F16": "float16", "BF16": "bf16", "F64": "float64"}
 
 
 def quantization_label(layouts: Iterable[Layout]) -> str:
-    """Return the format of most matrix weights, by number of values, e.g. "Q4_1", "bf16"."""
+    """Return the format in which most values of a model's matrices are stored, e.g. "Q4_1",
+    "bf16"."""
     assert LABELS.keys() == PLAIN.keys()
     values: Counter[str] = Counter()
     for stored in layouts:
@@ -48,8 +49,9 @@ def quantization_label(layouts: Iterable[Layout]) -> str:
 
 
 def leaf(name: str, raw: RawTensor) -> bytes:
-    """Return the hash of one tensor. For several parts, it covers their hashes in the order of
-    their names; for reordered columns, also their order."""
+    """Return the Merkle leaf of one tensor: a hash of its name, format, shape and bytes. For a
+    tensor of several parts it covers the hash of each part; for a tensor with reordered columns
+    also their order."""
     hashes = {
         part: hashlib.sha256(np.ascontiguousarray(array).data) for part, array in raw.parts.items()
     }
@@ -69,14 +71,15 @@ def leaf(name: str, raw: RawTensor) -> bytes:
 
 
 def quantized_digest(digest: str, formats: Mapping[str, str]) -> str:
-    """Return the digest of weights that are quantized at load: over the digest of the stored
-    weights, the quantizer's version and the format of each quantized tensor, by name."""
+    """Return the digest of weights that are quantized while they are loaded. It covers the digest
+    of the stored weights, the quantizer's version, and the format of each quantized tensor."""
     content = [digest, QUANTIZER, sorted(formats.items())]
     return hashlib.sha256(b"quantized " + json.dumps(content).encode()).hexdigest()
 
 
 def merkle_root(leaves: Mapping[str, bytes]) -> str:
-    """Return the hex root over the leaves in name order; an odd node moves up unchanged."""
+    """Return the hex root of the Merkle tree over the leaves, sorted by tensor name. A node without
+    a sibling moves up unchanged."""
     level = [leaves[name] for name in sorted(leaves)]
     while len(level) > 1:
         pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
@@ -92,7 +95,7 @@ COMPUTED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A tensor that is being loaded; complete when all pieces are."""
+    """A tensor that is being loaded; it is complete when all its pieces are."""
 
     result: RawTensor
     pieces: list[Future[None]]
@@ -101,9 +104,9 @@ class _Pending:
 def check_names(
     checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], tied: Collection[str]
 ) -> None:
-    """Raise CheckpointError, which names missing tensors, unused tensors and a tensor whose shape
-    contradicts the config. Stored copies of `tied` tensors are tolerated.
-    """
+    """Raise CheckpointError if the checkpoint's tensors do not match the config. The error names
+    missing tensors, unused tensors and one tensor of another shape. Stored copies of `tied` tensors
+    are tolerated."""
     present = {name for name in checkpoint.names() if not name.endswith(COMPUTED)} - {*tied}
     problems = [
         f"{kind} {len(names)} tensors: {', '.join(sorted(names)[:5])}{', ...' * (len(names) > 5)}"
@@ -123,7 +126,8 @@ def check_names(
 
 
 class WeightLoader:
-    """A context manager; a call with a name waits for that tensor and returns it."""
+    """Loads tensors ahead on several threads; a context manager. Calling it with a name waits for
+    that tensor and returns it."""
 
     def __init__(
         self,
@@ -136,12 +140,13 @@ class WeightLoader:
         progress: Callable[[float], None],
         quantized: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Load in the order of `shapes`.
+        """Load the checkpoint's tensors in the order of `shapes`.
 
-        `format`: plain numbers to which matrices are expanded; None keeps the stored format, which
-        vectors always keep. `quantized`: block formats, by name, to which matrices are quantized
-        first. `copied`: the caller has copied a tensor when it requests the next, so the file's
-        pages may be freed. `progress` gets a growing fraction, from one loading thread at a time.
+        `format`: the plain number format to which matrices are expanded; None keeps the stored
+        format, which vectors always keep. `quantized`: tensor name -> block format to which a
+        matrix is quantized first. `hashed`: compute the tensors' hashes for `digest`. `copied`: the
+        caller has copied a tensor when it requests the next, so the file's pages may be freed.
+        `progress` gets a growing fraction, from one loading thread at a time.
         """
         self._checkpoint = checkpoint
         self._format = format
@@ -174,7 +179,8 @@ class WeightLoader:
         self._release(self._last_name)
 
     def __call__(self, name: str) -> RawTensor:
-        """Return the tensor; vectors may be requested again. Raises the errors of its loading."""
+        """Wait for a tensor and return it; vectors may be requested again. Raises the errors of its
+        loading."""
         if name in self._vectors:
             return self._vectors[name]
         self._release(self._last_name)
@@ -192,7 +198,8 @@ class WeightLoader:
         return pending.result
 
     def digest(self) -> str:
-        """Return the hex Merkle root over all tensors; requires `hashed`, after the last tensor."""
+        """Return the hex Merkle root over all tensors. Requires `hashed`; call it after the last
+        tensor."""
         assert self._hashed
         assert not self._ahead
         return merkle_root({name: future.result() for name, future in self._leaves.items()})
@@ -225,7 +232,8 @@ class WeightLoader:
         self._pending[name] = _Pending(result, pieces)
 
     def _convert(self, name: str, raw: RawTensor, quantized: str | None, out: RawTensor) -> None:
-        """Convert some rows of one tensor; with `quantized`, quantize them to that format first."""
+        """Convert some rows of a tensor to the format of `out`, and count them as done. With
+        `quantized`, quantize them to that format first."""
         if quantized and quantized != out.format:
             blocks = quantized_empty(raw.shape, quantized)
             self._quantize(name, raw, blocks)

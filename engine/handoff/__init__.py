@@ -1,1 +1,1 @@
-"""Transfers the KV of a request from one worker to another, verified block by block."""
+"""Transfers the KV cache of a request from one worker to another, verified block by block."""

@@ -1,8 +1,9 @@
-"""Copies frames from a window on the device straight into the block pool, on a dedicated thread.
+"""Copies received frames from the window in device memory into decode's block pool, on one thread.
 
-Copies therefore begin, end and return their slots while the engine computes a step, and the share
-of a prompt that arrives does not depend on how long a step takes. The thread polls prefill's events
-and its copies, and blocks on neither. open_blocks.py decides what may be written when.
+Since this thread is not the engine's, copies begin, end and return their slots while the engine
+computes a step, and the speed at which a prompt's KV arrives does not depend on the length of a
+step. The thread polls prefill's events and the running copies, and waits for neither.
+open_blocks.py decides which blocks may be written and when.
 """
 
 import logging
@@ -25,7 +26,8 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.0001, 0.002  # pauses between polls while nothing m
 
 
 class ReceivedFrame(NamedTuple):
-    """A frame at decode; `source` is the slot that holds a payload on a device."""
+    """A frame that arrived at decode; `source` is the device slot with its payload, None if the
+    payload was on the host."""
 
     attempt: IncomingHandoff
     link: DataLink
@@ -35,7 +37,7 @@ class ReceivedFrame(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _RunningCopy:
-    """A copy that is running, or whose verdict has not been read."""
+    """A frame's copy on the device that is running, or whose result has not been read yet."""
 
     frame: ReceivedFrame
     blocks: OpenBlocks
@@ -43,30 +45,33 @@ class _RunningCopy:
 
 
 class FrameVerdicts(Protocol):
-    """How the Receiver handles verdicts, on any thread. A FrameError ends the connection."""
+    """The callbacks by which the Receiver learns what happened to each frame, on any thread. A
+    callback that raises FrameError ends the connection."""
 
     def accepted(self, frame: ReceivedFrame, written: Piece | None, wake: bool = True) -> None:
-        """Handle a verified frame in the pool; `written` is None if its blocks were there before.
-        Without `wake` the engine thread may handle it later."""
+        """Handle a frame that is verified and in the pool. `written` is what it added; None if its
+        blocks were present before. Without `wake`, the engine thread may handle it later."""
 
     def damaged(self, frame: ReceivedFrame) -> None:
-        """Handle a frame whose payload does not match its tag."""
+        """Handle a frame whose payload does not match its tag: request it again."""
 
     def refused(self, frame: ReceivedFrame, error: FrameError) -> None:
-        """Handle a frame that its attempt may not send."""
+        """Handle a frame that does not fit the blocks of its attempt: end the attempt."""
 
     def late(self, frame: ReceivedFrame) -> None:
-        """Handle a frame whose attempt has ended."""
+        """Handle a frame whose attempt has lost its blocks: drop the frame."""
 
     def failed(self, frame: ReceivedFrame, error: Exception) -> None:
-        """Handle a frame that could not be written."""
+        """Handle a frame that could not be written because of an unexpected error: end its
+        attempt."""
 
 
 class DeviceFrames:
-    """Runs the copying thread; the threads of connections call `arrived`.
+    """Runs the thread that copies frames into the block pool; threads of connections pass frames to
+    `arrived`.
 
-    Returns the slot of every frame exactly once: when its copy is done, or at once if it needs
-    none. The verdict follows.
+    Returns the slot of every frame exactly once: when its copy is done, or at once if it needs no
+    copy. Then it reports the result to `verdicts`.
     """
 
     def __init__(self, kv: KvCache, verdicts: FrameVerdicts) -> None:
@@ -86,7 +91,7 @@ class DeviceFrames:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop beginning copies and join the thread."""
+        """Begin no more copies and wait for the thread to end."""
         self._closed = True
         self._woken.set()
         if self._thread.is_alive():
@@ -104,7 +109,7 @@ class DeviceFrames:
             try:
                 moved = self.poll()
             except Exception:
-                log.exception("copying frames on the device failed")
+                log.exception("copying received frames on the device failed; the thread continues")
                 moved = False
             if not self.busy:
                 pause = None
@@ -114,7 +119,8 @@ class DeviceFrames:
                 pause = min(2 * pause, MAX_PAUSE_S)
 
     def poll(self) -> bool:
-        """End the copies that are done, and begin those that can; return whether any did."""
+        """Finish the copies that are done and begin those that can begin; return whether there was
+        any."""
         moved = False
         for pending in list(self._pending):
             copy, failure = pending.frame_copy.copy, None
@@ -136,7 +142,8 @@ class DeviceFrames:
         return moved
 
     def _begin(self, frame: ReceivedFrame) -> bool:
-        """Return whether the frame's copy has begun or needs none; otherwise the frame waits."""
+        """Begin a frame's copy; return False if the frame must wait. True also if it needs no copy
+        or is refused."""
         incoming, source, blocks = frame.attempt, frame.source, frame.attempt.blocks
         assert source is not None
         key = incoming.peer_key.copy_key(frame.header.sequence)

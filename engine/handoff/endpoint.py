@@ -1,9 +1,10 @@
-"""The common part of Sender and Receiver: live attempts, an inbox, Progress messages, the clock.
+"""The common part of Sender and Receiver: live attempts, the engine thread's inbox, Progress
+messages, and timeouts.
 
-The engine thread owns every attempt and runs the machine. Threads of a connection post to the
-inbox; the ticker thread only signs Progress and wakes the engine thread. A record that names a
-ticket which is not live here is counted and ignored, unless its tag shows that the ticket's id was
-damaged on the way.
+The engine thread owns every attempt and runs the state machine. Threads of connections post to the
+inbox; the ticker thread only signs Progress messages and wakes the engine thread. A record that
+names the ticket of no live attempt is counted and ignored, unless its tag shows that the ticket's
+id was damaged on the way.
 """
 
 import itertools
@@ -44,7 +45,7 @@ MAX_INBOX = 1 << 16  # messages that the engine thread has not seen
 
 @dataclass(slots=True)
 class TransportFigures:
-    """Counters of one transport since the start, of KV payloads only."""
+    """Counters of one transport since the process began; they count only KV payloads."""
 
     num_bytes: int = 0
     frames: int = 0
@@ -53,7 +54,7 @@ class TransportFigures:
 
 
 class HandoffAttempt:
-    """The state of one attempt on this side."""
+    """The state of one hand-off attempt in this process: its ticket, phase, connection and keys."""
 
     def __init__(self, ticket: Ticket, state: Handoff, own_key: TagKey, peer_key: TagKey) -> None:
         self.ticket = ticket
@@ -66,7 +67,7 @@ class HandoffAttempt:
         self.sequence = itertools.count(1)  # of every record that this side signs
 
     def post(self, body: messages.Body) -> None:
-        """Sign a message and send it; any thread may call it."""
+        """Sign a control message about this attempt and send it; any thread may call it."""
         if self.link is not None:
             sequence = next(self.sequence)
             self.link.post(messages.sign(body, self.ticket.id, sequence, self.own_key))
@@ -76,10 +77,11 @@ AttemptT = TypeVar("AttemptT", bound=HandoffAttempt)
 
 
 class HandoffEndpoint(Generic[AttemptT]):
-    """Runs the attempts of one side. `wake` makes the engine thread call `poll`; `liveness` returns
-    that thread's liveness counter.
+    """Runs the hand-off attempts of one side, prefill or decode. `wake` makes the engine thread
+    call `poll`; `liveness` returns the counter by which the peer sees that the engine thread is
+    alive.
 
-    A subclass maps every action that the machine gives its side to a method.
+    A subclass maps each action of the state machine that its side needs to a method (`actions`).
     """
 
     actions: dict[Action, Callable[[AttemptT], None]]
@@ -116,11 +118,11 @@ class HandoffEndpoint(Generic[AttemptT]):
 
     @property
     def links(self) -> list[DataLink]:
-        """The connections whose threads have not ended."""
+        """The data connections whose threads have not ended."""
         return list(self._links)
 
     def attempt(self, attempt: bytes) -> AttemptT | None:
-        """The live attempt with this id."""
+        """Return the live attempt with this id; None if there is none."""
         return self._by_attempt.get(attempt)
 
     @property
@@ -128,14 +130,15 @@ class HandoffEndpoint(Generic[AttemptT]):
         return len(self._live)
 
     def _count(self, name: str) -> None:
-        """Add one to a counter; any thread may call it."""
+        """Add one to the counter `name`; any thread may call it."""
         with self._counters_lock:
             self.counters[name] += 1
 
     # the engine thread
 
     def poll(self) -> bool:
-        """Handle everything that has arrived; return True if there is more to do at once."""
+        """Handle everything in the inbox and check all timeouts; return True if more work is ready
+        at once."""
         while self._inbox:
             self._inbox.popleft()()
         more = self._work()
@@ -151,11 +154,12 @@ class HandoffEndpoint(Generic[AttemptT]):
         return more
 
     def _work(self) -> bool:
-        """Do the subclass's part of a poll; return True if there is more to do at once."""
+        """Do the work that a subclass adds to each poll; return True if more is ready at once."""
         return False
 
     def cancel(self, attempt: bytes, reason: str) -> bool:
-        """End an attempt here and at the peer; return False if it is not live."""
+        """End an attempt in this process and at the peer; return False if the attempt is not
+        live."""
         live_attempt = self.attempt(attempt)
         if live_attempt is None:
             return False
@@ -163,7 +167,7 @@ class HandoffEndpoint(Generic[AttemptT]):
         return True
 
     def _add(self, attempt: AttemptT, promised: int = 0) -> None:
-        """Register a new attempt with `promised` promised blocks."""
+        """Register a new attempt, for which `promised` blocks are promised (0 at prefill)."""
         self._live[attempt.ticket.id] = attempt
         self._by_attempt[attempt.ticket.attempt] = attempt
         remaining_s = max(0.0, attempt.state.deadline - self._clock())
@@ -176,11 +180,11 @@ class HandoffEndpoint(Generic[AttemptT]):
         self._event_log.record(kind, attempt.ticket.attempt, attempt.state, detail, argument)
 
     def _advance(self, attempt: AttemptT, event: Event) -> None:
-        """Take one step of the machine and carry its actions out.
+        """Take one step of an attempt's state machine and carry out the step's actions.
 
-        An attempt that has ended is forgotten first, so a report never finds it. If an action
-        raises, the others are still carried out, so blocks and promise are always released. A
-        commit that raises did not happen.
+        An attempt that the step ends is forgotten before its actions run, so a report never finds
+        it. If an action raises, the other actions still run, so that the blocks and the promise are
+        always released. If COMMIT raises, the step is undone and the attempt ends.
         """
         old_state = attempt.state
         attempt.state, actions = step(old_state, event, self._clock())
@@ -198,12 +202,15 @@ class HandoffEndpoint(Generic[AttemptT]):
                 return
 
     def _safely(self, attempt: AttemptT, act: Callable[[AttemptT], None]) -> bool:
-        """Call `act`; if it raises, return False and end only this attempt, in the next poll: the
-        engine may be between a step's plan and its end."""
+        """Call `act(attempt)`. If it raises, log the error, return False, and end only this
+        attempt, in the next poll: the engine may be in the middle of a step now."""
         try:
             act(attempt)
         except Exception:
-            log.exception("a hand-off failed: attempt %s", attempt.ticket.attempt.hex()[:8])
+            log.exception(
+                "hand-off attempt %s failed with an unexpected error",
+                attempt.ticket.attempt.hex()[:8],
+            )
             if not attempt.state.final:
                 self._inbox.append(partial(self._advance, attempt, HandoffEnded(INTERNAL)))
                 self._wake()
@@ -221,7 +228,7 @@ class HandoffEndpoint(Generic[AttemptT]):
             link.end(attempt.state.reason)  # the peer may still write into its window
 
     def _drop_link(self, link: DataLink, reason: str) -> None:
-        """End every attempt on a closed connection."""
+        """End every attempt that uses a connection which has closed."""
         for attempt in [a for a in self.live if a.link is link]:
             self._advance(attempt, HandoffEnded(f"connection: {reason}", peer_notified=True))
 
@@ -238,16 +245,17 @@ class HandoffEndpoint(Generic[AttemptT]):
     # threads of the connections
 
     def _post(self, action: Callable[[], object], wake: bool = True) -> None:
-        """Add to the inbox; without `wake`, the action waits for the next poll, at most one tick.
-        Raises FrameError if the inbox is full."""
+        """Add an action to the engine thread's inbox. Without `wake` it waits for the next poll, at
+        most one tick. Raises FrameError if the inbox is full."""
         if len(self._inbox) >= MAX_INBOX:
-            raise FrameError("the inbox of the engine thread is full")
+            raise FrameError(f"the engine thread's inbox is full: {MAX_INBOX} messages")
         self._inbox.append(action)
         if wake:
             self._wake()
 
     def _authenticated_attempt(self, message: messages.Signed, link: DataLink) -> AttemptT | None:
-        """Return the live attempt of a message; None: ignore it. Raises FrameError."""
+        """Return the live attempt that a signed message is about; None if the message must be
+        ignored. Raises FrameError if the tag is wrong or the attempt uses another connection."""
         attempt = self._live.get(message.ticket)
         if attempt is None:
             if isinstance(message.body, messages.Progress):  # some arrive after every end
@@ -258,7 +266,7 @@ class HandoffEndpoint(Generic[AttemptT]):
                 self._count("stale")
             return attempt
         if attempt.link is not None and attempt.link is not link:
-            raise FrameError("the message is about an attempt of another connection")
+            raise FrameError("a message names an attempt of another connection")
         if not message.genuine(attempt.peer_key):
             self._count("refused")
             raise FrameError("a control message has a wrong tag")
@@ -267,11 +275,12 @@ class HandoffEndpoint(Generic[AttemptT]):
     def _signer(
         self, link: DataLink, domain: Domain, sequence: int, covered: bytes, tag: bytes
     ) -> AttemptT | None:
-        """Return the live attempt whose peer signed a record that names no live ticket.
+        """Return the live attempt whose peer signed a record that names no live ticket; None if no
+        peer did.
 
-        Usually there is none, since the attempt has ended. But if the ticket's id was damaged on
-        the way, the tag matches under the id of an attempt of this connection, whose peer waits for
-        an answer.
+        Usually the record's attempt has ended, and the result is None. But if the ticket's id was
+        damaged on the way, the record's tag matches under the id of a live attempt of this
+        connection, whose peer waits for an answer.
         """
         if not link.genuine:
             return None
@@ -284,7 +293,8 @@ class HandoffEndpoint(Generic[AttemptT]):
         return None
 
     def _handle_shared(self, attempt: AttemptT, message: messages.Signed) -> bool:
-        """Handle a message that both sides may receive; return False for any other message."""
+        """Handle a message that both sides may receive (Progress, Abort); return False for any
+        other message."""
         match message.body:
             case messages.Progress(liveness, passed_over):
                 attempt.passed_over = passed_over
@@ -297,7 +307,7 @@ class HandoffEndpoint(Generic[AttemptT]):
         return True
 
     def closed(self, link: DataLink, reason: str) -> None:
-        """DataLinkHandler: drop the attempts of a connection that has closed."""
+        """Implement DataLinkHandler.closed: end the attempts that use the closed connection."""
         self._inbox.append(partial(self._drop_link, link, reason))
         self._wake()
 
@@ -317,7 +327,8 @@ class HandoffEndpoint(Generic[AttemptT]):
             self._wake()
 
     def _passes_over(self, attempt: AttemptT) -> bool:
-        """Return whether the engine's step has only rows of other requests."""
+        """Return whether the engine's present step computes other requests and not this
+        attempt's."""
         return False
 
     def _stop_ticker(self) -> None:

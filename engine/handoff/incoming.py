@@ -1,22 +1,24 @@
-"""Attempts at decode: promises of blocks, one attempt's state and speed, and the queue of Claims.
+"""Incoming hand-off attempts at decode: promises of blocks, the state and speed of one attempt, and
+the queue of Claims.
 
 The engine thread owns all of these; threads of an attempt's connection only call its `write`,
 `arrives`, `frame_done`, `has` and `num_written`.
 
-A promise pins nothing. It is made only if promised <= free + evictable - growth of the running
-sequences (or decode is idle), and released exactly once: at its reservation or at the attempt's
-end.
+A promise allocates no blocks. It is made only if the promised blocks, this promise included, fit
+into the free and evictable blocks minus the expected growth of running sequences, or if decode is
+idle. It is released exactly once: when the blocks are reserved or when the attempt ends.
 
 No attempt gets blocks before the attempt ahead of it in the queue has all of its blocks. The order
-is FIFO, except that a tenant's attempts are sorted by priority within the places that the tenant
-holds.
+is FIFO, except that the attempts of one tenant are sorted by priority among the places that this
+tenant holds.
 
 A prefill worker that sends Progress but no KV is neither silent nor frozen: its machine may be
-slow, or share its cores. Time in which its engine computes other prompts first does not count. The
-worker reports that time in Progress, and it ends: tenants take turns, and within a tenant a prompt
-waits for prompts of a lower priority value, and the longer it waits, the sooner it passes those of
-an equal value. Blocks that have arrived stay at decode as a cached prefix, so a retry elsewhere
-costs only the missing chunks.
+slow, or share its cores. Such an attempt ends as slow (SlowPeerDetector). Time in which prefill
+computes other prompts first does not count; the worker reports it in Progress. That time is
+limited: tenants take turns, and within a tenant a prompt waits for prompts of a lower priority
+value, and the longer it waits, the sooner it passes those of an equal value. Blocks that have
+arrived stay at decode as a cached prefix, so a retry with another prefill worker costs only the
+missing chunks.
 """
 
 import logging
@@ -45,24 +47,26 @@ GROWTH_TOKENS = 64  # tokens that a running sequence is expected to need before 
 
 
 def promise_blocks(num_tokens: int, num_choices: int, block_size: int) -> int:
-    """Return the blocks of a whole prompt, plus one per choice. A prefix hit does not reduce them,
-    since it may be evicted before the Claim."""
+    """Return how many blocks to promise for a prompt: those of all its tokens, plus one per choice.
+    A hit in the prefix cache does not reduce them, since it may be evicted before the Claim."""
     return -(-num_tokens // block_size) + num_choices
 
 
 class Promises:
-    """The number of blocks promised to all attempts; every operation is O(1)."""
+    """Counts the blocks that decode has promised to hand-off attempts and not reserved yet; every
+    operation is O(1)."""
 
     def __init__(self, block_size: int) -> None:
         self._growth = -(-GROWTH_TOKENS // block_size)
         self.blocks = 0
 
     def offer(self, blocks: int, available: int, running: int) -> bool:
-        """Promise `blocks` if they fit beside the existing promises; return False if not.
+        """Promise `blocks` if they fit beside the existing promises; return False if they do not.
 
-        `available`: blocks that are free or can be evicted, including those of parked requests.
-        `running`: sequences in the batch. An idle decode worker promises whatever fits its whole
-        pool, since nothing else competes.
+        `available`: blocks of the pool that are free or can be evicted, including those of parked
+        requests. `running`: sequences in the batch, each of which is expected to grow. A decode
+        worker without promises and sequences accepts any number, since nothing else competes for
+        its pool.
         """
         unpromised = available - self._growth * running - self.blocks
         if blocks > unpromised and (self.blocks or running):
@@ -72,7 +76,9 @@ class Promises:
 
     def give_back(self, blocks: int) -> None:
         if blocks > self.blocks:
-            raise ValueError(f"cannot give back {blocks} blocks: {self.blocks} are promised")
+            raise ValueError(
+                f"cannot give back {blocks} promised blocks: only {self.blocks} are promised"
+            )
         self.blocks -= blocks
 
 
@@ -83,8 +89,8 @@ LOOK_S = 0.5  # a longer gap between two `look` calls means that decode was slow
 
 @dataclass(frozen=True, slots=True)
 class SlowPeerDetector:
-    """Measures how fast the KV of one prompt arrives in chunks; times are clock readings in
-    seconds."""
+    """Detects that the KV of one prompt arrives too slowly, compared with the prompt's earlier
+    chunks. All times are clock readings in seconds."""
 
     # Time that does not count is added to `chunk_at` and `moved`.
     chunk_at: float  # when the last chunk was complete; at first, when the blocks were granted
@@ -94,21 +100,22 @@ class SlowPeerDetector:
 
     @classmethod
     def begin(cls, now: float) -> "SlowPeerDetector":
-        """Return the detector of a prefill whose blocks are granted at `now`."""
+        """Return the detector of an attempt whose blocks are granted at time `now`."""
         return cls(chunk_at=now, moved=now, looked=now)
 
     def arrived(self, now: float, chunk: bool) -> "SlowPeerDetector":
-        """Record verified frames; `chunk`: they complete a chunk in all layers."""
+        """Record that verified frames arrived; `chunk`: they complete a chunk in all layers."""
         if not chunk:
             return replace(self, moved=now)
         longest = max(self.longest or 0.0, now - self.chunk_at)
         return replace(self, moved=now, chunk_at=now, longest=longest)
 
     def look(self, now: float, passed_over: bool = False) -> "SlowPeerDetector":
-        """Exclude time that does not count; call it several times a second, before `slow`.
+        """Exclude the time since the last call as far as it must not count. Call it several times a
+        second, before `slow`.
 
-        `passed_over`: prefill computes other prompts, so the time since the last call does not
-        count.
+        `passed_over`: prefill computes other prompts, so none of that time counts. Otherwise, time
+        beyond LOOK_S does not count: then decode itself was slow.
         """
         discounted = now - self.looked - (0.0 if passed_over else LOOK_S)
         discounted = max(0.0, discounted)
@@ -116,14 +123,15 @@ class SlowPeerDetector:
         return replace(self, looked=now, chunk_at=chunk_at, moved=moved)
 
     def slow(self, now: float) -> bool:
-        """Return whether the last arrival is too long ago, compared with the longest chunk."""
+        """Return whether no frame has arrived for more than SLOW_S seconds and more than SLOW_RATIO
+        times the longest chunk so far. False before the first chunk is complete."""
         if self.longest is None:
             return False
         return now - self.moved > max(SLOW_S, SLOW_RATIO * self.longest)
 
 
 class ReceivingEngine(Protocol):
-    """The part of Engine that a Receiver uses."""
+    """The methods of the engine that a Receiver uses."""
 
     def reserve(self, request: Request, sender: bytes = b"") -> Any: ...
     def verified(self, reservation: Any, num_tokens: int) -> int: ...
@@ -136,7 +144,8 @@ class ReceivingEngine(Protocol):
 
 @dataclass(slots=True)
 class ReceiveTimes:
-    """Clock readings of one attempt; 0 means not reached."""
+    """When an incoming attempt reached each stage, as clock readings in seconds; 0 means not
+    reached."""
 
     admitted: float
     claimed: float = 0.0  # when prefill began, according to its Claim
@@ -147,7 +156,7 @@ class ReceiveTimes:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The report of a hand-off whose KV has all arrived."""
+    """The Receiver's report of a completed hand-off: all of its KV has arrived at decode."""
 
     attempt: bytes
     transport: str
@@ -159,7 +168,7 @@ class Received:
 
 
 class IncomingHandoff(HandoffAttempt):
-    """An attempt at decode."""
+    """The state of one hand-off attempt at decode, which receives the KV of a prompt."""
 
     def __init__(
         self,
@@ -190,7 +199,8 @@ class IncomingHandoff(HandoffAttempt):
         self.times = times
 
     def grant(self, reservation: Reservation, spec: KvSpec, now: float, ready: Any = None) -> None:
-        """Give the attempt its blocks, which may be written after `ready` (OpenBlocks)."""
+        """Give the attempt its reserved blocks. On a device they may be written after the event
+        `ready` (OpenBlocks)."""
         self.reservation = reservation
         bitmap_args = spec, reservation.num_tokens, reservation.first_block
         self.bitmap = Bitmap(*bitmap_args)
@@ -200,26 +210,29 @@ class IncomingHandoff(HandoffAttempt):
         self.slow_peer = SlowPeerDetector.begin(now)
 
     def arrives(self, header: FrameHeader) -> bool:
-        """Register a genuine frame on the reader thread; return False if it has nothing new."""
+        """Register a verified frame header on the reader thread; return False for a duplicate,
+        whose payload is not needed."""
         if header.sequence in self.arriving or self.has(header):
             return False
         self.arriving.add(header.sequence)
         return True
 
     def frame_done(self, header: FrameHeader) -> None:
-        """Record that a frame was written, damaged or too late; any thread may call it."""
+        """Forget a frame registered by `arrives`, which is now written, damaged or too late; any
+        thread may call it."""
         self.arriving.discard(header.sequence)
 
     def has(self, header: FrameHeader) -> bool:
-        """Return whether all of the frame is verified and written; any thread may call it."""
+        """Return whether all blocks of the frame are written and verified already; any thread may
+        call it."""
         try:
             return self.bitmap is not None and self.bitmap.has(self.bitmap.piece(header))
         except FrameError:
             return False
 
     def newly_verified(self, block_size: int, now: float) -> int:
-        """Count blocks after frames were written; return how many leading tokens all layers have,
-        or 0 if there are no more than at the last call."""
+        """Return the number of leading prompt tokens whose KV is verified in all layers; 0 if there
+        are no more than at the last call. Call it after frames were written."""
         if self.bitmap is None or self.slow_peer is None:
             return 0
         blocks = self.bitmap.num_leading
@@ -229,15 +242,16 @@ class IncomingHandoff(HandoffAttempt):
         return min(self.num_tokens, blocks * block_size) if has_grown else 0
 
     def is_slow(self, now: float) -> bool:
-        """Return whether the attempt's prefill has become slow. Call it several times a second."""
+        """Return whether the KV of this attempt arrives too slowly (SlowPeerDetector). Call it
+        several times a second."""
         if self.slow_peer is None:
             return False
         self.slow_peer = self.slow_peer.look(now, self.passed_over)
         return self.slow_peer.slow(now)
 
     def idle_block_s(self, now: float) -> float:
-        """Return the block-seconds since the last call for which blocks were reserved but not
-        written; a block whose layers are partly written counts in part."""
+        """Return for how many block-seconds since the last call blocks were reserved but not
+        written; a block of which some layers are written counts in part."""
         if self.bitmap is None:
             return 0.0
         elapsed_s, self._idle_since = now - self._idle_since, now
@@ -245,17 +259,20 @@ class IncomingHandoff(HandoffAttempt):
 
     @property
     def num_written(self) -> int:
-        """Leading blocks that are verified and written; the engine thread may learn it later."""
+        """Number of leading blocks that are verified and written; may be ahead of what the engine
+        thread knows."""
         return self.blocks.num_leading if self.blocks is not None else 0
 
     def write(self, kv: KvCache, header: FrameHeader, payload: memoryview) -> Piece | None:
-        """Call OpenBlocks.write; also raises BlocksReleased if the attempt has no blocks yet."""
+        """Write a frame by OpenBlocks.write; also raises BlocksReleased if the attempt has no
+        blocks yet."""
         if self.blocks is None:
             raise BlocksReleased
         return self.blocks.write(kv, header, payload)
 
     def settle(self) -> None:
-        """Stop all writes, because the blocks are about to leave the attempt."""
+        """Stop all writes into the attempt's blocks, before the blocks are freed or go to the
+        sequence."""
         if self.blocks is not None:
             self.blocks.close()
 
@@ -264,7 +281,8 @@ log = logging.getLogger(__name__)
 
 
 class ClaimQueue:
-    """Grants Claims in order; calls `refused(incoming, reason)` for one that never can be."""
+    """The queue of attempts at decode that wait for blocks. Calls `refused(incoming, reason)` for
+    an attempt whose blocks the engine can never reserve."""
 
     def __init__(
         self,
@@ -286,7 +304,8 @@ class ClaimQueue:
         return iter(self._queue)
 
     def add(self, incoming: IncomingHandoff) -> None:
-        """Add an attempt that waits for blocks; one that ends first leaves the queue."""
+        """Add an attempt that waits for blocks, sorted by priority within its tenant. An attempt
+        that ends while it waits is dropped when its turn comes."""
         self._queue.append(incoming)
         ordered = by_priority(
             self._queue,
@@ -296,7 +315,8 @@ class ClaimQueue:
         self._queue = deque(ordered)
 
     def granted(self) -> Iterator[IncomingHandoff]:
-        """Reserve blocks for attempts in order, while there are enough, and yield them."""
+        """Reserve blocks for the waiting attempts in order, as long as the pool has enough, and
+        yield each attempt that got its blocks."""
         while self._queue:
             head = self._queue[0]
             if head.state.final:
@@ -306,7 +326,7 @@ class ClaimQueue:
                 reservation = self._engine.reserve(head.request, head.sender)
             except Exception as err:
                 if not isinstance(err, EngineError):
-                    log.exception("reserving blocks for a hand-off failed")
+                    log.exception("cannot reserve blocks for a hand-off, which therefore ends")
                 self._queue.popleft()
                 self._refused(head, f"reservation: {err}")
                 continue

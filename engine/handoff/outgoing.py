@@ -1,4 +1,4 @@
-"""One attempt at prefill, and how its frames are read and signed.
+"""One outgoing hand-off attempt at prefill, and how its frames are read from the pool and signed.
 
 The writer thread of the connection builds a frame and passes it to the wire under the attempt's
 lock. Freeing the blocks takes the same lock first, so no frame is ever read from blocks that have a
@@ -38,7 +38,8 @@ HANDED_BACK = "handed back"  # reason of an attempt that ended before the engine
 
 @dataclass(slots=True)
 class SendTimes:
-    """Clock readings of one attempt; 0 means not reached."""
+    """When an outgoing attempt reached each stage, as clock readings in seconds; 0 means not
+    reached."""
 
     started: float
     picked: float = 0.0
@@ -49,7 +50,8 @@ class SendTimes:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The report of an ended attempt; `reason` is empty if decode has all blocks."""
+    """The Sender's report of an ended attempt; `reason` says why it failed, and is empty if decode
+    has all blocks."""
 
     attempt: bytes
     reason: str
@@ -60,7 +62,7 @@ class Sent:
 
 
 class Pushed(NamedTuple):
-    """A frame that decode has not answered yet."""
+    """A frame that prefill has sent and decode has neither acknowledged nor refused."""
 
     piece: Piece
     resends: int  # number of resends so far
@@ -69,7 +71,7 @@ class Pushed(NamedTuple):
 
 
 class OutgoingHandoff(HandoffAttempt):
-    """An attempt at prefill."""
+    """The state of one hand-off attempt at prefill, which sends the KV of a prompt."""
 
     def __init__(
         self,
@@ -103,7 +105,9 @@ class OutgoingHandoff(HandoffAttempt):
         self.event_log = event_log
 
     def push(self, kv: KvCache, pieces: Iterable[Piece], table: list[int], resends: int) -> None:
-        """Queue frames of these pieces; each frame is read and signed when a slot is free."""
+        """Queue one frame for each piece; the writer thread reads and signs a frame when a slot is
+        free. `table`: the pool block of every logical block. `resends`: how often the pieces were
+        resent."""
         if self.link is None:
             return
         jobs = []
@@ -119,7 +123,8 @@ class OutgoingHandoff(HandoffAttempt):
         self.link.push(*jobs)
 
     def settle(self) -> None:
-        """Stop all reads, because the blocks are about to be freed; the engine thread calls it."""
+        """Stop all reads of the attempt's blocks and wait for running copies, before the blocks are
+        freed; called on the engine thread."""
         with self.lock:
             self.readable = False
             copies, self.copies = self.copies, deque()
@@ -127,7 +132,7 @@ class OutgoingHandoff(HandoffAttempt):
             try:
                 copy.wait()  # bounded by the copy's duration, whatever the peer does
             except DeviceError:
-                log.exception("a copy on the device failed")
+                log.exception("a device copy of the blocks of a hand-off failed")
 
     @contextmanager
     def _build(
@@ -140,8 +145,8 @@ class OutgoingHandoff(HandoffAttempt):
         slot: int,
         sink: DeviceSink | None,
     ) -> Iterator[Frame | None]:
-        """Yield a frame, whose blocks stay valid while the context lasts; None if they are
-        freed."""
+        """Yield the signed frame of a piece, whose bytes stay valid while the context lasts; None
+        if the blocks are already freed."""
         spec = kv.spec
         group = spec.groups[piece.group]
         size = len(piece.layers) * len(blocks) * group.block_bytes(spec.block_size)
@@ -172,14 +177,15 @@ class OutgoingHandoff(HandoffAttempt):
             yield Frame(record, parts)
 
     def answered(self, sequence: int) -> Pushed | None:
-        """Remove a frame that decode has acknowledged or refused; None: it was not pending."""
+        """Remove a frame that decode has acknowledged or refused, and return it; None if it was not
+        pending."""
         pushed = self.pending.pop(sequence, None)
         if pushed is not None and self.link is not None:
             self.link.slot_returned(pushed.slot, pushed.mark)
         return pushed
 
     def answered_all(self) -> None:
-        """Remove all pending frames: decode has acknowledged them."""
+        """Remove all frames that wait for an answer: decode's Complete has acknowledged them."""
         for sequence in list(self.pending):
             self.answered(sequence)
 
@@ -192,8 +198,8 @@ class OutgoingHandoff(HandoffAttempt):
         sink: DeviceSink | None,
         sequence: int,
     ) -> tuple[list[memoryview], bytes]:
-        """Return (the parts to send, their tag). On a device the list is empty and the tag is
-        zero: a copy of the payload and its tag has begun."""
+        """Return (the parts of a frame's payload, their tag). On a device, begin the copy that
+        writes payload and tag into the slot, and return (no parts, a tag of zeros)."""
         if sink is not None:
             assert pages is not None
             assert not self.encrypted, "decode refuses encrypted payloads on a device"

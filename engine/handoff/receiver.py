@@ -54,10 +54,11 @@ from pdserve.engine.transport import KvTransport, Payload
 
 
 class Receiver(HandoffEndpoint[IncomingHandoff]):
-    """Runs every incoming attempt of a decode process.
+    """Runs every incoming hand-off attempt of a decode process.
 
-    It calls `on_received(Received)`, `on_lost(attempt, reason)` and `on_verified(attempt, tokens
-    cached so far, tokens that were cached before it)` on the engine thread.
+    Calls these on the engine thread: `on_received(Received)` when all KV has arrived,
+    `on_lost(attempt, reason)` when an attempt fails, and `on_verified(attempt, tokens cached so
+    far, tokens that were cached before the attempt)` when verified blocks enter the prefix cache.
     """
 
     def __init__(
@@ -116,14 +117,16 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self._device_frames.start()
 
     def listen(self, transports: Sequence[KvTransport], chosen: bool) -> dict[str, str]:
-        """Open the listeners (DataListeners.open); return transport name -> address."""
+        """Open the listeners for prefill's connections (DataListeners.open); return transport name
+        -> address."""
         return self._listeners.open(transports, chosen)
 
     def admit(
         self, attempt: bytes, request: Request, prefill_boot: bytes, deadline: float
     ) -> Ticket | None:
-        """Promise blocks to a prompt that `prefill_boot` will send; return None if decode is busy.
-        Takes the same short time whatever is queued."""
+        """Promise blocks for a prompt whose KV the process `prefill_boot` will send, and return the
+        attempt's ticket; None if decode has too few blocks. Takes constant time, whatever is
+        queued."""
         choices = sum(c.finish is None for c in request.choices) or request.params.n
         tokens = len(prefix_ids(request))
         stats = self._engine.stats()
@@ -141,7 +144,8 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         return ticket
 
     def cancel_choices(self, attempt: bytes, choices: Sequence[int]) -> bool:
-        """Keep these choices out of the batch; return False if the attempt is not live."""
+        """Cancel some choices of a request before it joins the batch; return False if its attempt
+        is not live."""
         incoming = self.attempt(attempt)
         if incoming is None:
             return False
@@ -149,13 +153,14 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         return True
 
     def park(self, attempt: bytes, parked: bool) -> bool:
-        """Set whether the request joins the engine parked; return False if it is not live."""
+        """Set whether the request of an attempt joins the engine parked, that is, without
+        generating; return False if the attempt is not live."""
         if (incoming := self.attempt(attempt)) is not None:
             incoming.parked = parked
         return incoming is not None
 
     def is_waiting(self, attempt: bytes) -> bool:
-        """Return whether the attempt is live and has no blocks yet."""
+        """Return whether the attempt is live and has no reserved blocks yet."""
         incoming = self.attempt(attempt)
         return incoming is not None and not incoming.state.holds
 
@@ -164,7 +169,8 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         return self.promises.blocks * self._kv.spec.block_size
 
     def close(self) -> None:
-        """End every attempt and connection. The engine thread calls it, or has ended."""
+        """End every attempt and connection. Called on the engine thread, or after that thread has
+        ended."""
         self._device_frames.close()  # first, since it reads the windows
         self._listeners.close()
         for incoming in self.live:
@@ -240,7 +246,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self._commit_if_complete(incoming)
 
     def _acknowledge_duplicate(self, frame: ReceivedFrame) -> None:
-        """Acknowledge a duplicate of a written frame."""
+        """Acknowledge a duplicate of a frame that is written already, like the frame itself."""
         if frame.attempt.state.holds:
             self._accepted(frame, None)
 
@@ -264,8 +270,8 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             self._advance(incoming, Filled())
 
     def _cache_verified(self, incoming: IncomingHandoff) -> None:
-        """Add blocks that are verified in all layers to the prefix cache at once. They outlive the
-        attempt, so a retry begins after them."""
+        """Add the attempt's blocks that are verified in all layers to the prefix cache at once.
+        They stay there if the attempt fails, so a retry begins after them."""
         if not incoming.state.holds:
             return
         tokens = incoming.newly_verified(self._kv.spec.block_size, self._clock())
@@ -332,21 +338,23 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
 
     def message(self, link: DataLink, message: messages.Message) -> None:
         if not isinstance(message, messages.Signed):
-            raise FrameError(f"unexpected message {type(message).__name__}")
+            raise FrameError(f"prefill sent an unexpected message: {type(message).__name__}")
         incoming = self._authenticated_attempt(message, link)
         if incoming is None:
             if isinstance(message.body, messages.Claim):
                 link.post(messages.encode(messages.Gone(message.ticket)))
             return
         if incoming.ticket.prefill_boot != link.peer:
-            raise FrameError("the ticket belongs to another prefill process")
+            raise FrameError("a message names a ticket of another prefill process")
         link.trust()
         if isinstance(message.body, messages.Claim):
             claim = partial(self._claim, incoming, link, message.body, self._clock())
             self._post(claim)
         elif not self._handle_shared(incoming, message):
             if not isinstance(message.body, messages.Computed):
-                raise FrameError(f"unexpected message {type(message.body).__name__}")
+                raise FrameError(
+                    f"prefill sent an unexpected message: {type(message.body).__name__}"
+                )
             incoming.prefill_cached = message.body.cached_tokens
             incoming.times.computed = incoming.times.computed or self._clock()
 
@@ -419,16 +427,17 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     def _on_engine_thread(
         self, frame: ReceivedFrame, handler: Callable[[ReceivedFrame], None], wake: bool = True
     ) -> None:
-        """Call `handler(frame)` on the engine thread."""
+        """Queue `handler(frame)` for the engine thread. If it raises, only the frame's attempt
+        ends."""
         self._post(partial(self._safely, frame.attempt, lambda _: handler(frame)), wake)
 
 
 def _request_resend(frame: ReceivedFrame) -> None:
-    """Request a frame again from prefill; any thread may call it."""
+    """Request a damaged frame again from prefill, by Nack; any thread may call it."""
     frame.attempt.frame_done(frame.header)
     frame.attempt.post(messages.Nack(frame.header.sequence))
 
 
 def _fail(frame: ReceivedFrame, error: Exception) -> None:
-    """Raise the error on the engine thread, where it ends only this attempt."""
+    """Raise a frame's error on the engine thread, where it ends only the frame's attempt."""
     raise error

@@ -1,6 +1,6 @@
 """Prefill's side of a hand-off: claims blocks at decode when the engine has scheduled the prompt,
-and sends what is computed. In a migration it is the source's side, where everything is computed
-from the start.
+and sends the blocks that are computed. In a migration of a running request it is the side of the
+source worker, where all blocks are computed from the start.
 
 Everything runs on the engine thread except the DataLink callbacks, dialling with its first Claims,
 and the building of frames (outgoing.py). Blocks are held from Picked until decode's Complete or the
@@ -65,7 +65,7 @@ DIALERS = 4
 
 
 class SendingEngine(Protocol):
-    """The part of Engine that a Sender uses."""
+    """The methods of the engine that a Sender uses."""
 
     def submit(self, request: Request) -> None: ...
     def abort(self, key: str, choices: Sequence[int] = ()) -> bool: ...
@@ -75,14 +75,16 @@ class SendingEngine(Protocol):
 
 @dataclass(slots=True)
 class _DecodePeer:
-    """A decode process: its connection, or the attempts that wait for one."""
+    """A decode process that a Sender knows: the connection to it, or the attempts that wait for
+    one."""
 
     link: DataLink | None = None
     waiting: list[OutgoingHandoff] = field(default_factory=list)
 
 
 class PromptToSend(NamedTuple):
-    """A prompt whose KV prefill computes and sends: all ids except the last."""
+    """A prompt whose KV prefill computes and sends; `ids` lack the prompt's last token, which
+    decode computes."""
 
     ids: tuple[int, ...]
     cache_salt: bytes = b""
@@ -91,8 +93,9 @@ class PromptToSend(NamedTuple):
 
 
 class Sender(HandoffEndpoint[OutgoingHandoff]):
-    """Runs every outgoing attempt of a process; calls `on_ended(Sent)` on the engine thread, once
-    per attempt. `passes_over(key)` returns whether the engine computes other requests only."""
+    """Runs every outgoing hand-off attempt of a process. Calls `on_ended(Sent)` on the engine
+    thread, once per attempt. `passes_over(key)` returns whether the engine computes only requests
+    other than `key`."""
 
     def __init__(
         self,
@@ -139,7 +142,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
 
     @property
     def refusals(self) -> Counter[str]:
-        """The number of refused tries by transport."""
+        """Number of failed connection tries, by transport."""
         return self._dialer.refusals
 
     def start_sending(
@@ -150,8 +153,9 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         deadline: float,
         receiver: bytes = b"",
     ) -> None:
-        """Queue a prompt's prefill. `receiver`: digest of decode's KV identity; empty if it is the
-        local one. Raises the engine's errors."""
+        """Queue a prompt for prefill; its KV is sent to decode as it is computed. `receiver`:
+        digest of decode's KV identity; empty if it equals the local one. Raises what the engine's
+        `submit` raises."""
         key = ticket.attempt.hex()
         self._engine.submit(
             Request(
@@ -176,8 +180,9 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         deadline: float,
         receiver: bytes = b"",
     ) -> None:
-        """Send the KV of the first `num_tokens` tokens of a request that the engine holds. Its
-        blocks are freed if decode gets them all; otherwise it keeps them. Raises KeyError."""
+        """Send the KV of the first `num_tokens` tokens of a request whose blocks the engine holds.
+        If decode gets all of them, the blocks are freed; otherwise the request keeps them. Raises
+        KeyError if the engine holds no such request."""
         blocks = num_blocks(self._engine.held_blocks(key))
         outgoing = self._open(ticket, address, num_tokens, deadline, receiver, key)
         outgoing.cached_tokens = outgoing.num_computed = num_tokens
@@ -187,20 +192,22 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         self._advance(outgoing, Picked())
 
     def hand_back(self) -> None:
-        """End the attempts that the engine has not begun, so that other workers may begin them."""
+        """End the attempts whose prefill has not begun, so that other workers can serve them."""
         for outgoing in self.live:
             if outgoing.state.phase is Phase.ADMITTED:
                 self._advance(outgoing, HandoffEnded(HANDED_BACK))
 
     def on_step(self, step: Step) -> None:
-        """Process a step of the engine; called on the engine thread."""
+        """Process the events of an engine step: send blocks that are now computed; called on the
+        engine thread."""
         for event in step.events:
             outgoing = self._by_key.get(event.key)
             if outgoing is not None:
                 self._safely(outgoing, partial(self._on_event, event))
 
     def close(self) -> None:
-        """End every attempt and connection. The engine thread calls it, or has ended."""
+        """End every attempt and connection. Called on the engine thread, or after that thread has
+        ended."""
         for outgoing in self.live:
             self._advance(outgoing, HandoffEnded("prefill stops"))
         self._dial_threads.shutdown()
@@ -259,7 +266,8 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         self._push_computed(outgoing)
 
     def _push_computed(self, outgoing: OutgoingHandoff) -> None:
-        """Queue frames of the blocks that are computed, granted, and not sent yet."""
+        """Queue frames for the attempt's blocks that are computed, requested by decode, and not
+        sent yet."""
         if not outgoing.next_blocks or not outgoing.state.holds or outgoing.link is None:
             return
         size = self._kv.spec.block_size
@@ -326,7 +334,8 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                 self._count("stale")
 
     def _refused(self, outgoing: OutgoingHandoff, sequence: int) -> None:
-        """Resend a frame whose payload did not verify at decode, at most MAX_RESENDS times."""
+        """Resend a frame whose payload did not verify at decode. After MAX_RESENDS resends, end the
+        attempt."""
         pushed = outgoing.answered(sequence)
         if pushed is None or not outgoing.state.holds or outgoing.link is None:
             self._count("stale")
@@ -344,7 +353,8 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         outgoing.answered_all()
 
     def _leave(self, outgoing: OutgoingHandoff) -> None:
-        """Free the blocks, once no frame reads them."""
+        """Free the attempt's blocks or its place in the engine's queue, once no frame reads the
+        blocks. A request that migrates keeps its blocks unless decode has all of them."""
         readable = outgoing.readable  # only this thread changes it
         outgoing.settle()
         if outgoing.migrates and outgoing.state.phase is not Phase.COMMITTED:
@@ -386,7 +396,8 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         outgoing.post(messages.Claim(outgoing.num_tokens, min(MAX_AGE_MS, int(age_s * 1000))))
 
     def _dial(self, target: Target, peer: _DecodePeer) -> None:
-        """Connect, and claim at once, since the engine thread may be computing a chunk."""
+        """Connect to a decode process and claim blocks at once for the attempts that wait for it;
+        runs on a dialling thread, since the engine thread may be computing a chunk."""
         hello = messages.Hello(
             self._boot, target.boot, self._identity, "", self._spec, self._encrypted
         )
@@ -399,7 +410,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         except TransportRefused as err:
             reason = f"cannot reach decode: {err}"
         except Exception:
-            log.exception("connecting to decode failed")
+            log.exception("connecting to a decode worker failed with an unexpected error")
             reason = "internal error"
         self._inbox.append(partial(self._dialed, target.boot, link, reason))
         self._wake()
@@ -408,10 +419,10 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         return "prefill accepts no connections"
 
     def frame(self, link: DataLink, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
-        raise FrameError("decode does not send frames")
+        raise FrameError("decode sent a frame, but only prefill sends frames")
 
     def payload(self, link: DataLink, header: FrameHeader, payload: Payload) -> None:
-        raise FrameError("decode does not send frames")
+        raise FrameError("decode sent a frame, but only prefill sends frames")
 
     def message(self, link: DataLink, message: messages.Message) -> None:
         if isinstance(message, messages.Gone):
@@ -421,7 +432,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                 self._post(partial(self._advance, gone, end))
             return
         if not isinstance(message, messages.Signed):
-            raise FrameError(f"unexpected message {type(message).__name__}")
+            raise FrameError(f"decode sent an unexpected message: {type(message).__name__}")
         outgoing = self._authenticated_attempt(message, link)
         if outgoing is None or self._handle_shared(outgoing, message):
             return
@@ -436,4 +447,6 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                 outgoing.times.completed = self._clock()
                 self._post(partial(self._completed, outgoing))
             case _:
-                raise FrameError(f"unexpected message {type(message.body).__name__}")
+                raise FrameError(
+                    f"decode sent an unexpected message: {type(message.body).__name__}"
+                )

@@ -1,4 +1,5 @@
-"""How KV travels between processes: TCP, shared memory, CUDA IPC."""
+"""The transports that carry KV from prefill to decode processes: TCP, shared memory and CUDA
+IPC."""
 
 from pdserve.engine.transport.base import (
     DEVICE_SLOT_BYTES,

@@ -1,5 +1,5 @@
-"""The interface of a KV transport, which opens wires between a prefill and a decode process; the
-choice of a transport.
+"""The interface of a KV transport, which opens wires between a prefill and a decode process; and
+the choice of the transports that a process uses.
 
 A wire is a stream socket for records plus a transport-specific way to move a frame's payload
 through numbered slots. A transport never sees a ticket, a block or a key: the hand-off owns these
@@ -42,16 +42,18 @@ Received = TypeVar("Received", bytes, int)
 
 
 class TransportRefused(Exception):
-    """Raised if this transport cannot reach that peer; the text says why."""
+    """Raised if a transport cannot be used, or cannot reach a decode process; the text says why."""
 
 
 class WireClosed(Exception):
-    """Raised if the connection has ended or its peer exceeded the deadline."""
+    """Raised on a read or write if the connection has ended, or if the peer did not prove itself in
+    time."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransportOptions:
-    """Where a process listens and finds its peers."""
+    """The settings of all transports of a process: where it listens, and how large payloads may
+    be."""
 
     data_bind: str = "127.0.0.1:0"  # tcp
     shm_dir: str = ""  # shm: directory of unix sockets; empty turns shm off
@@ -62,22 +64,24 @@ class TransportOptions:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A decode process, as a ticket names it."""
+    """A decode process that prefill connects to: its TCP address and boot id, both from a
+    ticket."""
 
     address: str  # host:port of its tcp listener; empty if it has none
     boot: bytes
 
 
 class DeviceSink(Protocol):
-    """prefill: a slot on the device, to be filled from the pool on the device."""
+    """A slot in device memory at prefill, to be filled from the block pool on the same device."""
 
     def copy_out(self, pages: Pages, key: bytes) -> Copy:
-        """Begin to copy the pages into the slot. Raises DeviceError."""
+        """Begin to copy pages of the pool, and their keyed hash, into the slot. Raises
+        DeviceError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame to send."""
+    """A signed frame that is ready to be sent."""
 
     record: bytes  # signed
     parts: list[memoryview]  # the payload; empty if it is in the sink
@@ -89,23 +93,25 @@ FrameJob = Callable[[int, DeviceSink | None], AbstractContextManager[Frame | Non
 
 
 class DeviceSource(Protocol):
-    """decode: a slot on the device that holds a payload, or soon will."""
+    """A slot in device memory at decode, which holds a frame's payload or will soon hold it."""
 
     def ready(self) -> bool:
-        """Return whether prefill's copy is done; never waits. Raises DeviceError."""
+        """Return whether prefill's copy into the slot is done; never waits. Raises DeviceError."""
 
     def copy_in(self, pages: Pages, key: bytes) -> Copy:
-        """Begin to copy the slot into the pool, after `pages.ready`. Raises DeviceError."""
+        """Begin to copy the slot's payload into pages of the pool, after the event `pages.ready`.
+        Raises DeviceError."""
 
 
 Payload = memoryview | DeviceSource
 
 
 class Wire(ABC):
-    """One connection. Reads happen on one thread and writes on one thread.
+    """One connection between a prefill and a decode process. One thread reads and one thread
+    writes.
 
     A `direct` wire moves payloads from pool to pool on a device: its slots are DeviceSinks or
-    DeviceSources, and the host never sees the bytes.
+    DeviceSources, and the bytes never pass the host.
     """
 
     direct: ClassVar[bool] = False
@@ -122,25 +128,29 @@ class Wire(ABC):
 
     @property
     def readable(self) -> bool:
-        """Whether a read would not wait for its first byte."""
+        """Whether bytes have arrived that are not taken yet, or the peer has closed, so a read does
+        not wait."""
         return bool(self._ahead) or bool(self._poll.poll(0))
 
     def take(self, size: int) -> bytes:
-        """Return the next `size` bytes, and buffer more if available. Raises WireClosed."""
+        """Return the next `size` bytes of the stream, waiting for them if needed. Raises
+        WireClosed."""
         while len(self._ahead) < size:
             self._ahead += self._received(partial(self.sock.recv, READ_AHEAD_BYTES))
         data, self._ahead = self._ahead[:size], self._ahead[size:]
         return data
 
     def fill(self, out: memoryview) -> None:
-        """Fill `out` from the stream. Raises WireClosed."""
+        """Fill the buffer `out` with the next bytes of the stream, waiting for them if needed.
+        Raises WireClosed."""
         filled = min(len(out), len(self._ahead))
         out[:filled] = self.take(filled)
         while filled < len(out):
             filled += self._received(partial(self.sock.recv_into, out[filled:]))
 
     def _received(self, receive: Callable[[], Received]) -> Received:
-        """Call `receive` until it returns bytes or their number, not 0. Raises WireClosed."""
+        """Call `receive`, a read of the socket, until it returns data or the number of bytes read.
+        Raises WireClosed if the connection has ended or the deadline has passed."""
         while True:
             if self.deadline is not None:
                 remaining_s = self.deadline - time.monotonic()
@@ -159,19 +169,20 @@ class Wire(ABC):
             return received
 
     def trust(self) -> None:
-        """Lift the deadline: the peer has proven itself."""
+        """Lift the read deadline, since the peer has proven itself."""
         self.deadline = None
         self.sock.settimeout(None)
 
     def write(self, *parts: bytes | memoryview) -> None:
-        """Send all parts, in order. Raises WireClosed."""
+        """Send all parts, in order; waits until the socket has taken them. Raises WireClosed."""
         views = deque(memoryview(part) for part in parts if len(part))
         while views:
             self.write_some(views)
 
     def write_some(self, views: deque[memoryview], flags: int = 0) -> None:
-        """Send some of the views, all non-empty, and remove the sent bytes from them. Raises
-        WireClosed; BlockingIOError with MSG_DONTWAIT."""
+        """Send as many bytes of the views, none of them empty, as the socket takes in one call, and
+        remove those bytes from `views`. Raises WireClosed, and with MSG_DONTWAIT also
+        BlockingIOError."""
         try:
             sent = self.sock.sendmsg(islice(views, IOV_MAX), [], flags)
         except BlockingIOError:
@@ -185,28 +196,33 @@ class Wire(ABC):
 
     @abstractmethod
     def setup(self) -> None:
-        """decode: read what precedes the first record. Raises WireClosed."""
+        """At decode, do the transport's handshake, which precedes the first record. Raises
+        WireClosed."""
 
     @abstractmethod
     def proof(self) -> bytes:
-        """Return 16 bytes that both ends see only if payloads arrive. Raises TransportRefused."""
+        """Return 16 bytes that are equal at both ends only if payloads of prefill arrive at decode.
+        Raises TransportRefused."""
 
     def window(self) -> bytes:
-        """decode: return what the peer, now trusted, needs to open the window; empty if it needs
-        nothing. Raises TransportRefused."""
+        """At decode, return the data with which a trusted peer opens the window of slots; empty if
+        it needs none. Raises TransportRefused."""
         return b""
 
     def open_window(self, data: bytes) -> None:
-        """prefill: open the window by the data of decode's `window`. Raises TransportRefused."""
-        raise TransportRefused("this transport does not use a window")
+        """At prefill, open decode's window of slots with the data that decode's `window` returned.
+        Raises TransportRefused."""
+        raise TransportRefused("decode sent a device window, but this transport uses none")
 
     @property
     def writable(self) -> bool:
-        """prefill: whether slots can be filled; if false, only after `open_window`."""
+        """At prefill, whether slots can be filled. If false, they can be filled after
+        `open_window`."""
         return True
 
     def sink(self, slot: int) -> DeviceSink | None:
-        """prefill, direct: return the slot, to be filled before `send_frame`."""
+        """At prefill, return the slot of a direct wire, to be filled before `send_frame`; None for
+        other wires."""
         return None
 
     @abstractmethod
@@ -217,36 +233,41 @@ class Wire(ABC):
         parts: Sequence[memoryview],
         release_parts: Callable[[], None],
     ) -> None:
-        """prefill: send a frame's record and its payload through the slot. `release_parts` is
-        called as soon as the parts are no longer needed, within a few milliseconds whatever the
-        peer does. Raises WireClosed."""
+        """At prefill, send a frame's record, and its payload through the slot.
+
+        Calls `release_parts` as soon as `parts` are no longer read, within a few milliseconds
+        whatever the peer does. Raises WireClosed.
+        """
 
     @abstractmethod
     def payload(self, slot: int, size: int) -> Payload:
-        """decode: return the payload of the record just read. It stays unchanged until the frame is
-        credited or answered, or the next record is read."""
+        """At decode, return the payload of the frame whose record was just read. It stays unchanged
+        until the frame is credited or answered, or the next record is read."""
 
     @abstractmethod
     def skip_payload(self, slot: int, size: int) -> None:
-        """decode: skip the payload of the record just read."""
+        """At decode, skip the payload of the frame whose record was just read."""
 
     def interrupt(self) -> None:
-        """Wake every thread that reads or writes here; any thread may call it."""
+        """Shut the socket down, which wakes every thread that reads from it or writes to it; any
+        thread may call it."""
         with contextlib.suppress(OSError):  # no longer connected: the threads have woken already
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Release the socket and the window; no thread may be using them."""
+        """Release the socket and the window of slots; no thread may still use them."""
         self.sock.close()
 
 
 def _host(sock: socket.socket) -> str:
-    """Return the peer's address; empty on a unix socket. Raises OSError if the peer has gone."""
+    """Return the IP address of the socket's peer; empty for a unix socket. Raises OSError if the
+    peer has gone."""
     return "" if sock.family == socket.AF_UNIX else str(sock.getpeername()[0])
 
 
 class WindowWriter(Wire):
-    """prefill's end of a connection whose payloads pass through a window, not the stream."""
+    """Prefill's end of a connection whose payloads pass through a window of shared memory, not the
+    socket."""
 
     def setup(self) -> None:
         raise WireClosed("prefill accepts no connections")
@@ -259,7 +280,8 @@ class WindowWriter(Wire):
 
 
 class WindowReader(Wire):
-    """decode's end of a connection whose payloads pass through a window."""
+    """Decode's end of a connection whose payloads pass through a window of shared memory, not the
+    socket."""
 
     def send_frame(
         self,
@@ -271,13 +293,14 @@ class WindowReader(Wire):
         raise WireClosed("decode does not send frames")
 
     def skip_payload(self, slot: int, size: int) -> None:
-        """Do nothing: no part of the payload is in the stream."""
+        """Do nothing: the socket's stream has no part of the payload."""
 
 
 class Listener:
-    """Accepts connections on a dedicated thread until closed; owns the listening socket.
+    """A listening socket and the thread that accepts its connections, until `close`.
 
-    If the process has no descriptor or thread left for a connection, accepting resumes when it has.
+    If the process has no file descriptor or thread left for a connection, the thread tries again
+    until it has.
     """
 
     def __init__(
@@ -322,14 +345,14 @@ class Listener:
             self._last_failure = ""
 
     def _failed(self, reason: str) -> None:
-        """Log once why connections fail, until one succeeds."""
+        """Log why a connection could not be accepted, once for each reason until one succeeds."""
         if reason != self._last_failure:
             self._last_failure = reason
             log.warning("cannot accept a connection on %s: %s", self.address, reason)
 
 
 class KvTransport(ABC):
-    """A way to move KV from prefill to decode."""
+    """A way to move KV from prefill to decode processes; a subclass is one transport."""
 
     name: ClassVar[str]
     preference: ClassVar[int]  # `auto` tries the lowest first
@@ -339,27 +362,30 @@ class KvTransport(ABC):
 
     @classmethod
     def applies(cls, options: TransportOptions) -> bool:
-        """Return whether `auto` tries this transport with these options."""
+        """Return whether the choice `auto` includes this transport, given the process's options."""
         return True
 
     def check(self) -> None:  # noqa: B027
-        """Check what the transport needs of this process and machine. Raises TransportRefused."""
+        """Check that this process and machine have what the transport needs. Raises
+        TransportRefused."""
 
     def close(self) -> None:  # noqa: B027
-        """prefill: release what dialling allocated; no dial may follow."""
+        """At prefill, release what `dial` allocated; `dial` must not be called afterwards."""
 
     @abstractmethod
     def listen(self, boot: bytes, accept: Callable[[Wire], None]) -> Listener:
-        """decode: pass every new wire to `accept`. Raises OSError, or TransportRefused if this
-        machine or these options do not support the transport."""
+        """At decode, open a listener that passes the wire of each new connection to `accept`.
+        Raises OSError, or TransportRefused if this machine or the options do not support the
+        transport."""
 
     @abstractmethod
     def dial(self, target: Target, timeout_s: float) -> Wire:
-        """prefill: open a wire to that process. Raises TransportRefused."""
+        """At prefill, connect to a decode process and return the wire. Raises TransportRefused."""
 
 
 def transports() -> dict[str, type[KvTransport]]:
-    """Return name -> class, in the order in which `auto` tries them."""
+    """Import the transport modules; return transport name -> class, in the order in which `auto`
+    tries them."""
     for module in pkgutil.walk_packages([str(Path(__file__).parent)], f"{__package__}."):
         importlib.import_module(module.name)
     classes = KvTransport.__subclasses__()
@@ -367,9 +393,10 @@ def transports() -> dict[str, type[KvTransport]]:
 
 
 def make_transports(choice: str, options: TransportOptions) -> list[KvTransport]:
-    """Return the transports that `choice` (a name, or auto) allows, best first.
+    """Return the transports that a process may use, best first. `choice` is the name of one, or
+    `auto` for all that apply to the options.
 
-    Raises ValueError.
+    Raises ValueError for an unknown name.
     """
     by_name = transports()
     if choice != "auto" and choice not in by_name:

@@ -1,4 +1,4 @@
-"""The interface of a device for the cuda_ipc transport; cuda_ipc/device_cupy.py implements it.
+"""The interface of a GPU, as the cuda_ipc transport uses it; cuda_ipc/device_cupy.py implements it.
 
 Ownership: decode owns windows and their signals for the life of its process; prefill opens them.
 Only decode copies into decode's pool.
@@ -17,7 +17,8 @@ assert TAG_BYTES <= TAIL_BYTES
 
 
 class DeviceError(Exception):
-    """Raised if a device operation failed; the text says what, `reason` is a word for it."""
+    """Raised if an operation of a device failed. The text says what; `reason` is a word for it, a
+    key of the handshake's REASONS."""
 
     def __init__(self, text: str, reason: str = "no_device") -> None:
         super().__init__(text)
@@ -25,7 +26,8 @@ class DeviceError(Exception):
 
 
 class Copy(Protocol):
-    """A copy that is queued on the device. `Device.copy_*` returns before it is done."""
+    """A copy that is queued on the device; `Device.copy_out` and `copy_in` return before it is
+    done."""
 
     def done(self) -> bool:
         """Return whether the copy is done. Raises DeviceError if the device has failed."""
@@ -35,43 +37,44 @@ class Copy(Protocol):
 
     @property
     def intact(self) -> bool:
-        """For a finished copy out of a slot: whether the copied bytes match the tag in the slot."""
+        """Whether the bytes of a finished copy out of a slot match the tag in the slot."""
 
 
 class Memory(Protocol):
-    """Device memory of this process, or of another process and opened here."""
+    """Device memory: allocated by this process, or by another process and opened in this one."""
 
     address: int
     size: int
 
     def handle(self) -> bytes:
-        """Return the HANDLE_BYTES by which another process opens the memory."""
+        """Return the HANDLE_BYTES with which another process can open this memory."""
 
     def close(self) -> None: ...
 
 
 class Signal(Protocol):
-    """An interprocess event that prefill records after a copy and decode polls."""
+    """An event that two processes share: prefill records it after a copy, and decode polls it."""
 
     def handle(self) -> bytes:
-        """Return the HANDLE_BYTES by which another process opens the signal."""
+        """Return the HANDLE_BYTES with which another process can open this signal."""
 
     def done(self) -> bool:
-        """Return whether everything before the newest record is done. Never waits."""
+        """Return whether all work that was queued before the signal's newest record is done. Never
+        waits."""
 
     def close(self) -> None: ...
 
 
 class CopyStream(Protocol):
-    """The stream on which the copies of a connection run in order."""
+    """A device stream, on which the copies of a connection run in order."""
 
     def close(self) -> None:
-        """Leave the stream: the connection copies no more."""
+        """Give the stream up: the connection queues no more copies."""
 
 
 @dataclass(slots=True)
 class Slot:
-    """A slot of a window, as this process sees it; its tag follows `capacity` bytes of payload."""
+    """A slot of a window, as this process sees it: `capacity` bytes of payload, then their tag."""
 
     address: int
     capacity: int
@@ -82,42 +85,46 @@ class Slot:
 
 
 class Device(Protocol):
-    """A device; thread-safe. Its work runs beside the engine, and is ordered with the engine's work
-    only by `Pages.ready` and by waiting for a copy."""
+    """A GPU; thread-safe. Its copies run concurrently with the engine's work and are ordered with
+    it only by `Pages.ready` and by waiting for a copy."""
 
     uuid: bytes  # 16 bytes
     name: str
 
     def unreachable(self, uuid: bytes) -> tuple[str, str] | None:
-        """Return why that device's memory cannot be opened here: (reason, text); None if it can."""
+        """Return (reason, text) why this process cannot open memory of the GPU with this UUID; None
+        if it can."""
 
     def allocate(self, size: int) -> Memory:
-        """Allocate zeroed memory that can be exported. Raises DeviceError."""
+        """Allocate `size` bytes of zeroed memory that other processes can open. Raises
+        DeviceError."""
 
     def open_memory(self, handle: bytes, size: int) -> Memory:
-        """Open memory of another process. Raises DeviceError."""
+        """Open memory that another process allocated, by its handle. Raises DeviceError."""
 
     def make_signal(self) -> Signal: ...
 
     def open_signal(self, handle: bytes) -> Signal:
-        """Open a signal of another process. Raises DeviceError."""
+        """Open a signal that another process made, by its handle. Raises DeviceError."""
 
     def share_stream(self) -> CopyStream:
-        """Return a connection's stream, of a bounded number. Raises DeviceError."""
+        """Return a stream for the copies of a connection; beyond a fixed number of streams,
+        connections share them. Raises DeviceError."""
 
     def copy_out(self, pages: Pages, slot: Slot, key: bytes) -> Copy:
-        """Begin a copy from pool to slot after `pages.ready`, with its tag; the slot's signal is
-        recorded when this returns. Raises DeviceError."""
+        """Begin a copy from pages of the pool to a slot, after `pages.ready`, and write its tag.
+        When this returns, the slot's signal has been recorded after the copy. Raises
+        DeviceError."""
 
     def copy_in(self, pages: Pages, slot: Slot, key: bytes) -> Copy:
-        """Begin a copy from slot to pool after `pages.ready`; the tag is computed from the copied
-        bytes. Raises DeviceError."""
+        """Begin a copy from a slot to pages of the pool, after `pages.ready`; its hash is compared
+        with the slot's tag (`Copy.intact`). Raises DeviceError."""
 
     def release(self, slot: Slot) -> None:
-        """Release the slot's scratch memory: its copies are done, and no more will follow."""
+        """Release the slot's scratch memory; the slot's copies are done, and no more may follow."""
 
     def put(self, address: int, data: bytes) -> None:
-        """Copy host to device memory; done on return."""
+        """Copy bytes from the host to device memory; the copy is done when this returns."""
 
     def get(self, address: int, size: int) -> bytes:
-        """Copy device memory to the host; done on return."""
+        """Copy bytes from device memory to the host; the copy is done when this returns."""

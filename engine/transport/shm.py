@@ -1,11 +1,12 @@
-"""KV through memory shared on one host: prefill's sealed memfd, mapped read-only by decode.
+"""Passes KV through memory shared on one host: prefill's sealed memfd, mapped read-only by decode.
 
-The memfd belongs to prefill and travels once over a unix socket (SCM_RIGHTS), so it works between
-containers that share the socket's directory. It is sealed against shrinking (no SIGBUS) and
-growing. Decode verifies a slot and copies it in place. Only prefill can write there: it holds the
-tag's key anyway, and does not write between a frame's record and its credit or answer. A writer
-that is frozen in the middle of a copy has not sent the record yet. The segment has no name, so none
-can be left behind; the memory is freed when the last of the two processes ends.
+The memfd belongs to prefill and is sent once over a unix socket (SCM_RIGHTS), so the transport
+works between containers that share the socket's directory. It is sealed against shrinking (no
+SIGBUS) and growing. Decode verifies a slot and copies it in place. Only prefill can write to the
+memory: it holds the tag's key anyway, and does not write between a frame's record and its credit or
+answer. A writer that is frozen in the middle of a copy has not sent the record yet. The memory has
+no name in the file system, so nothing can be left behind; it is freed when the last of the two
+processes ends.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ PROOF_BYTES = 16
 
 
 class ShmWriter(WindowWriter):
-    """Prefill's end of the shared memory; owns the memfd."""
+    """Prefill's end of a shm connection; owns the memfd that it writes payloads into."""
 
     def __init__(self, sock: socket.socket, slot_bytes: int) -> None:
         super().__init__(sock, slot_bytes)
@@ -79,7 +80,7 @@ class ShmWriter(WindowWriter):
 
 
 class ShmReader(WindowReader):
-    """decode's end: maps the memfd read-only."""
+    """Decode's end of a shm connection; maps prefill's memfd read-only."""
 
     _memory: mmap.mmap | None = None
 
@@ -90,19 +91,19 @@ class ShmReader(WindowReader):
                 self.sock.settimeout(max(0.01, self.deadline - time.monotonic()))
             head, fds, _, _ = socket.recv_fds(self.sock, 1, 1)
             if head != _HEAD or len(fds) != 1:
-                raise WireClosed("prefill did not pass a window")
+                raise WireClosed("prefill did not pass its shared memory")
             if fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-                raise WireClosed("the window is not sealed")
+                raise WireClosed("prefill's shared memory is not sealed")
             self._memory = mmap.mmap(fds[0], os.fstat(fds[0]).st_size, prot=mmap.PROT_READ)
         except (OSError, ValueError) as err:
-            raise WireClosed(f"the window cannot be mapped: {err}") from None
+            raise WireClosed(f"prefill's shared memory cannot be mapped: {err}") from None
         finally:
             for fd in fds:
                 os.close(fd)
 
     def proof(self) -> bytes:
         if self._memory is None or len(self._memory) != SLOTS * self.slot_bytes:
-            raise TransportRefused("the window has an unexpected size")
+            raise TransportRefused("prefill's shared memory has an unexpected size")
         return self._memory[:PROOF_BYTES]
 
     def payload(self, slot: int, size: int) -> Payload:
@@ -117,7 +118,8 @@ class ShmReader(WindowReader):
 
 
 class ShmTransport(KvTransport):
-    """A transport whose ends share a directory of unix sockets, named by decode's boot id."""
+    """The shm transport. Both processes must share a directory of unix sockets, in which decode's
+    socket is named by its boot id."""
 
     name = "shm"
     preference = 10

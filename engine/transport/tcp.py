@@ -1,4 +1,4 @@
-"""KV over a TCP connection: payloads follow their record in the stream."""
+"""Passes KV over a TCP connection: each payload follows its frame's record in the stream."""
 
 import contextlib
 import mmap
@@ -26,11 +26,11 @@ _SCRATCH_BYTES = 64 << 10
 
 
 class TcpWire(Wire):
-    """A connection whose payloads go from the pool into the socket; a slot number is only credit
-    here.
+    """A TCP connection whose payloads are written from the pool straight into the socket. Its slots
+    are no memory; their number only limits the frames in flight.
 
-    What the socket does not accept within AT_ONCE_S is staged, so that a thread that frees blocks
-    never waits for a peer.
+    Bytes that the socket does not accept within AT_ONCE_S are copied to a staging buffer, so that a
+    thread that frees blocks never waits for a peer.
     """
 
     def __init__(self, sock: socket.socket, slot_bytes: int) -> None:
@@ -42,7 +42,7 @@ class TcpWire(Wire):
         self._payload_buffer: memoryview | None = None  # the payload that was read last
 
     def setup(self) -> None:
-        """Do nothing: the Hello is the first thing in the stream."""
+        """Do nothing: nothing precedes Hello in the stream."""
 
     def proof(self) -> bytes:
         return bytes(16)  # a stream that carried the Hello carries the rest
@@ -92,7 +92,7 @@ class TcpWire(Wire):
 
 
 class TcpTransport(KvTransport):
-    """A transport with one connection per (prefill boot, decode boot)."""
+    """The tcp transport, which connects any two hosts."""
 
     name = "tcp"
     preference = 100
@@ -132,7 +132,7 @@ def _wire(sock: socket.socket, options: TransportOptions) -> TcpWire:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split host:port or [v6]:port. Raises ValueError."""
+    """Split an address host:port or [v6]:port into host and port. Raises ValueError."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"the address must be host:port, not {address!r}")

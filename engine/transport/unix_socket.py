@@ -1,4 +1,5 @@
-"""Unix sockets in a folder that both processes see, named by decode's boot id."""
+"""Unix sockets of decode processes, in a folder that prefill also sees, named by decode's boot
+id."""
 
 import os
 import socket
@@ -12,7 +13,7 @@ _MAX_PATH = 107  # sun_path minus its terminating zero
 
 
 def socket_path(folder: str, boot: bytes, suffix: str) -> Path:
-    """Return the path of decode's socket. Raises TransportRefused if no folder is set."""
+    """Return the path of a decode process's socket. Raises TransportRefused if no folder is set."""
     if not folder:
         raise TransportRefused("no directory for unix sockets is set (--shm-dir)")
     return Path(folder) / f"{boot.hex()}{suffix}"
@@ -23,7 +24,8 @@ def listen_unix(
     accepted: Callable[[socket.socket], None],
     cleanup: Callable[[], None] = lambda: None,
 ) -> Listener:
-    """Open a listener that only this user can reach. Raises TransportRefused."""
+    """Listen on a unix socket that only this user can connect to; each connection is passed to
+    `accepted`. Raises TransportRefused."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -46,7 +48,8 @@ def listen_unix(
 
 
 def dial_unix(path: Path, timeout_s: float) -> socket.socket:
-    """Return a connected socket without a timeout. Raises TransportRefused."""
+    """Connect to a unix socket and return it without a timeout. Raises TransportRefused if that
+    takes longer than `timeout_s` or fails."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(timeout_s)
@@ -61,7 +64,8 @@ def dial_unix(path: Path, timeout_s: float) -> socket.socket:
 
 @contextmanager
 def _sun_path(path: Path) -> Iterator[str]:
-    """Yield the socket's name for bind and connect; a long path goes through its open directory."""
+    """Yield a name of the socket that fits into the 107 bytes that bind and connect accept; for a
+    longer path, one below /proc/self/fd of its open directory."""
     if len(os.fsencode(path)) <= _MAX_PATH:
         yield str(path)
         return

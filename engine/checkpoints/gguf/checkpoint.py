@@ -1,6 +1,5 @@
-"""A GGUF model, in one file or split over several, in Hugging Face terms: its weights, and the
-tokenizer, template and token ids in its metadata.
-"""
+"""Presents a GGUF model, in one file or split over several, in Hugging Face's terms: its weights,
+and the tokenizer, chat template and token ids in its metadata."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,8 +60,9 @@ _TOKENS = {
 
 
 def end_ids(metadata: Metadata, id_of: Callable[[str], int | None]) -> Sequence[object]:
-    """Return the unchecked ids that end a generation, those named by the file first. `id_of`
-    returns the id of a text, or None if it is not a token."""
+    """Return the ids of the tokens that end a generation, those named by the file first; they may
+    be invalid or repeated. `id_of` returns the id of a token's text, or None if the vocabulary
+    lacks it."""
     return list(_ends(metadata, id_of))
 
 
@@ -79,7 +79,8 @@ def _ends(metadata: Metadata, id_of: Callable[[str], int | None]) -> Iterator[ob
 
 
 def gguf_text_files(metadata: Metadata) -> TextFiles:
-    """Build the text files from the metadata. Raises CheckpointError for an unknown tokenizer."""
+    """Build tokenizer, chat template and token ids from GGUF metadata. Raises CheckpointError if
+    the tokenizer is not supported."""
     encoded = tokenizer_json(metadata)
     tokenizer = load_tokenizer(encoded)
     templates = {"default": metadata.get(_TEMPLATE)} | {
@@ -121,12 +122,12 @@ FindMapping = Callable[[str], tuple[str, GgufMapping]]
 
 
 class GgufCheckpoint:
-    """A Checkpoint of a GGUF model; the path of any part opens the whole split model."""
+    """A Checkpoint that reads a GGUF model; the path of any part of a split model opens all
+    parts."""
 
     def __init__(self, path: Path, find_mapping: FindMapping) -> None:
-        """Read the files' headers. Raises CheckpointError if a file is missing or malformed, or if
-        the architecture or a tensor is not known.
-        """
+        """Read the headers of the model's files. Raises CheckpointError if a file is missing or
+        malformed, or if the architecture, a tensor or a metadata key is not supported."""
         readers = read_shards(path)
         self._metadata = readers[0].metadata
         self._paths = tuple(str(reader.path) for reader in readers)
@@ -219,7 +220,8 @@ class GgufCheckpoint:
 
 @contextmanager
 def _well_formed(path: Path | str) -> Iterator[None]:
-    """Convert errors from metadata of an unexpected type or value to CheckpointError."""
+    """Convert errors that malformed metadata causes in the context to CheckpointError, which names
+    `path`."""
     try:
         yield
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -227,9 +229,10 @@ def _well_formed(path: Path | str) -> Iterator[None]:
 
 
 def _unpermuted(raw: RawTensor, heads: int, name: str) -> RawTensor:
-    """Reorder rows from GGML's rope (pairs of neighbours) to Hugging Face's (pairs of halves).
+    """Reorder a q or k matrix's rows from GGML's order for rope (a pair's rows are neighbours) to
+    Hugging Face's (a pair's rows are half a head apart).
 
-    Only whole rows move, so this works on stored blocks.
+    Only whole rows move, so this also works on quantized blocks.
     """
     if not isinstance(heads, int) or heads < 1 or raw.shape[0] % (2 * heads):
         raise CheckpointError(

@@ -1,4 +1,5 @@
-"""Translates GGUF to Hugging Face: tensor names, and metadata to the entries of config.json.
+"""Translates GGUF to Hugging Face's terms: tensor names, and metadata to the entries of
+config.json.
 
 The defaults apply to every architecture; a GgufMapping holds the differences of one. Each module of
 engine/architectures defines its mapping, and GgufCheckpoint applies it.
@@ -72,13 +73,15 @@ PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
 def no_config(metadata: Metadata) -> dict[str, Any]:
-    """Return no entries: for an architecture whose config follows from the common keys."""
+    """Return no extra config entries: for an architecture whose config follows from the common GGUF
+    keys."""
     return {}
 
 
 @dataclass(frozen=True, slots=True)
 class GgufMapping:
-    """The mapping of one `general.architecture`. Names in `tensors` omit .weight and .bias."""
+    """How GGUF files of one architecture translate to Hugging Face's terms, where this differs from
+    the defaults. Tensor names in `tensors` omit .weight and .bias."""
 
     arch: str  # general.architecture
     tensors: Mapping[str, str] = field(default_factory=dict)  # replaces or adds to TENSORS
@@ -89,7 +92,8 @@ class GgufMapping:
     norm_offset: float = 0.0  # the file's norm weights minus Hugging Face's
 
     def hf_name(self, gguf_name: str) -> str | None:
-        """Return Hugging Face's name of a tensor, or None if the architecture lacks the tensor."""
+        """Return Hugging Face's name of a GGUF tensor, or None if the architecture has no such
+        tensor."""
         stem, dot, leaf = gguf_name.rpartition(".")
         parts = stem.split(".")
         layer = expert = ""
@@ -104,14 +108,15 @@ class GgufMapping:
         return target.replace("{n}", layer).replace("{e}", expert) + dot + leaf
 
     def heads_key(self, hf_name: str) -> str:
-        """Return the config.json key of a permuted tensor's head count; empty for others."""
+        """Return the config.json key with the head count of a tensor whose rows GGUF permutes;
+        empty for any other tensor."""
         module = hf_name.split(".")[-2:-1]
         return PERMUTED.get(module[0], "") if self.permuted and module else ""
 
 
 def tensor_role(gguf_name: str, tied: bool) -> tuple[MatrixRole, int] | None:
-    """Return role and layer of a matrix; None: never quantized. `tied`: the embedding is the
-    head."""
+    """Return (role, layer) of a matrix in a mix of quantization formats; None for a tensor that is
+    never quantized. `tied`: the embedding matrix is also the output head."""
     if gguf_name in ("token_embd.weight", "output.weight"):
         is_head = tied or gguf_name == "output.weight"
         return (MatrixRole.HEAD if is_head else MatrixRole.OTHER), 0
@@ -191,10 +196,11 @@ SCORES = {1: "softmax", 2: "sigmoid"}  # values of expert_gating_func
 def common_config(
     metadata: Metadata, tensors: Collection[str], rope_factors: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
-    """Return the config entries that every architecture may have.
+    """Translate the GGUF metadata that every architecture may have to config.json entries.
 
-    `tensors` are GGUF's names; `rope_factors` holds the stored ones of "factors", "short_factor"
-    and "long_factor". Raises CheckpointError if a required key is missing or differs by layer.
+    `tensors`: GGUF names of the stored tensors. `rope_factors`: the values of the stored rope
+    tensors, by "factors", "short_factor" and "long_factor". Raises CheckpointError if a required
+    key is missing or differs between layers.
     """
     arch = metadata["general.architecture"]
     config: dict[str, Any] = {
@@ -212,7 +218,7 @@ def common_config(
     is_latent = f"{arch}.attention.kv_lora_rank" in metadata
     if not is_latent and value_length not in (None, metadata.get(f"{arch}.attention.key_length")):
         raise CheckpointError(
-            f"GGUF values have {value_length} dims and keys have a different number"
+            f"GGUF attention values have {value_length} dims per head, but keys have another number"
         )
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in tensors
@@ -230,7 +236,7 @@ def common_config(
 
 
 class ReadMetadata(Mapping[str, Any]):
-    """Metadata that records which keys are read."""
+    """GGUF metadata that records which keys are read, to find those that no code understands."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
@@ -250,7 +256,8 @@ class ReadMetadata(Mapping[str, Any]):
         return key in self._metadata
 
     def unread_keys(self) -> list[str]:
-        """Return the architecture's keys that were not read and could affect results."""
+        """Return the keys of the model's architecture that were not read although they could affect
+        results."""
         arch = self._metadata["general.architecture"]
         unscaled = self._metadata.get(f"{arch}.rope.scaling.type", "none") == "none"
         unknown = []
@@ -265,7 +272,8 @@ class ReadMetadata(Mapping[str, Any]):
 
 
 def one_number(metadata: Metadata, key: str) -> int | float:
-    """Return a number; one value per layer is accepted if all are equal. Raises CheckpointError."""
+    """Return a number from GGUF metadata; a list of one value per layer is accepted if all are
+    equal. Raises CheckpointError if the key is missing or has another value."""
     value = metadata.get(key)
     if isinstance(value, Sequence) and not isinstance(value, str) and len(set(value)) == 1:
         value = value[0]
@@ -278,10 +286,11 @@ def one_number(metadata: Metadata, key: str) -> int | float:
 def rope_scaling(
     metadata: Metadata, factors: Mapping[str, Sequence[float]]
 ) -> dict[str, Any] | None:
-    """Return config.json's `rope_scaling`, or None.
+    """Translate GGUF metadata to config.json's `rope_scaling`; None if the model does not scale
+    rope.
 
-    Llama 3 files store one divisor per frequency in a tensor in place of the scaling parameters;
-    the divisors are passed on. Files with longrope have two such tensors.
+    `factors` holds the divisors of rope's frequencies that some files store as tensors: Llama 3 one
+    tensor in place of scaling parameters, models with longrope two. They are passed on.
     """
     prefix = f"{metadata['general.architecture']}.rope.scaling."
     scaling: dict[str, Any]
@@ -295,7 +304,7 @@ def rope_scaling(
     if factors:
         if kind != "none" or set(factors) != {"factors"}:
             raise CheckpointError(
-                f"GGUF rope tensors {sorted(factors)} do not match scaling type {kind!r}"
+                f"GGUF rope tensors {sorted(factors)} do not match the rope scaling type {kind!r}"
             )
         return {"rope_type": "factors", **factors}
     if kind == "none":
@@ -315,7 +324,7 @@ def rope_scaling(
 
 
 def _rotary_share(metadata: Metadata, config: dict[str, Any]) -> float:
-    """Return the fraction of a head that rotates; 1 if the file does not say."""
+    """Return the fraction of a head's dimensions that rope rotates; 1 if the file does not say."""
     key = f"{metadata['general.architecture']}.rope.dimension_count"
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or (config["hidden_size"] // heads if heads else 0)
@@ -323,9 +332,10 @@ def _rotary_share(metadata: Metadata, config: dict[str, Any]) -> float:
 
 
 def expert_config(metadata: Metadata, *extra_keys: str, scores: str = "softmax") -> dict[str, Any]:
-    """Return the config entries of the COMMON and the `extra_keys` that exist. Other keys stay
-    unread, so that the checkpoint rejects them. Raises CheckpointError if the file needs other
-    scores than `scores`."""
+    """Translate the GGUF keys of a mixture of experts to config.json entries: COMMON and
+    `extra_keys`, as far as the file has them. Other keys stay unread, so that the checkpoint
+    rejects them. Raises CheckpointError if the file needs another function of expert scores than
+    `scores`."""
     arch = metadata["general.architecture"]
     gating = metadata.get(f"{arch}.expert_gating_func", 0)  # 0: not specified
     if gating and SCORES.get(gating) != scores:

@@ -1,8 +1,9 @@
-"""The GGUF container (versions 2 and 3), in one file or split over several: metadata and the
-position of each tensor in a mapped file.
+"""Reads the GGUF container (versions 2 and 3), in one file or split over several: its metadata, and
+the position of each tensor in a mapped file.
 
 No value read from a file is trusted: every count and length is compared with the rest of the file
 before any allocation, so parsing needs at most a small multiple of the file's size.
+
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -56,7 +57,7 @@ MIN_INFO_BYTES = 8 + 4 + 8 + 4 + 8
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """The format, shape and position of one tensor."""
+    """The format, shape and byte position of one tensor in a GGUF file."""
 
     format: str  # GGUF's type name
     shape: tuple[int, ...]  # of the values, outermost first
@@ -65,10 +66,11 @@ class TensorInfo:
 
 
 class GgufReader:
-    """One parsed file; `file` stays mapped while any array refers to its bytes."""
+    """One parsed GGUF file; `file` stays mapped while any array refers to its bytes."""
 
     def __init__(self, path: Path) -> None:
-        """Parse the header. Raises CheckpointError if the file is unreadable or malformed."""
+        """Parse the file's header. Raises CheckpointError if the file is unreadable or
+        malformed."""
         self.path = path
         self.file = MappedFile(path)
         cursor = _Cursor(self.file)
@@ -89,12 +91,15 @@ class GgufReader:
         value = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         is_valid = isinstance(value, int) and 8 <= value <= 1 << 20 and value & (value - 1) == 0
         if not is_valid:
-            raise CheckpointError(f"{self.path}: general.alignment is {value!r}")
+            raise CheckpointError(
+                f"{self.path}: general.alignment is {value!r}: "
+                "expected a power of two from 8 to 2**20"
+            )
         return int(value)
 
 
 class _Cursor:
-    """A read position that only moves forward in the file."""
+    """A read position in a GGUF file; it only moves forward and never beyond the file's end."""
 
     def __init__(self, file: MappedFile) -> None:
         self.file = file
@@ -109,7 +114,9 @@ class _Cursor:
 
     def take(self, size: int) -> bytes:
         if size > self.remaining:
-            raise self.fail(f"{size} bytes needed, {self.remaining} remaining")
+            raise self.fail(
+                f"the file ends too early: {size} bytes needed, {self.remaining} remaining"
+            )
         self.position += size
         return self.file.map[self.position - size : self.position]
 
@@ -117,7 +124,8 @@ class _Cursor:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
     def count(self, code: str, item_bytes: int, items: str) -> int:
-        """Read a count of items of at least `item_bytes` each; they must fit into the file."""
+        """Read the number of items that follow. Raises CheckpointError if so many items, of at
+        least `item_bytes` each, do not fit into the rest of the file."""
         value: int = self.number(code)
         if value * item_bytes > self.remaining:
             raise self.fail(f"{value} {items} do not fit into the remaining {self.remaining} bytes")
@@ -130,30 +138,31 @@ class _Cursor:
         try:
             return self.take(size).decode()
         except UnicodeDecodeError as error:
-            raise self.fail("text that is not UTF-8") from error
+            raise self.fail("the file has a string that is not UTF-8") from error
 
     def texts(self, count: int) -> list[str]:
-        """Read `count` texts; inlined for speed, as vocabularies have hundreds of thousands."""
+        """Read `count` strings; inlined for speed, as vocabularies have hundreds of thousands."""
         data, position, end = self.file.map, self.position, self.file.size
         length = struct.Struct("<Q").unpack_from
         texts: list[str] = []
         for _ in range(count):
             start = position + 8
             if start > end:
-                raise self.fail("an array of strings extends past the end of the file")
+                raise self.fail("a metadata array of strings extends past the end of the file")
             position = start + length(data, start - 8)[0]
             if position > end:
-                raise self.fail("an array of strings extends past the end of the file")
+                raise self.fail("a metadata array of strings extends past the end of the file")
             try:
                 texts.append(data[start:position].decode())
             except UnicodeDecodeError as error:
-                raise self.fail("an array with text that is not UTF-8") from error
+                raise self.fail("a metadata array has a string that is not UTF-8") from error
         self.position = position
         return texts
 
 
 def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
-    """Read key -> number, bool, str, list[str], or array.array of numbers (bools as 0 and 1)."""
+    """Read `count` pairs of metadata key and value. A value is a number, bool, str, list[str], or
+    an array.array of numbers (bools as 0 and 1)."""
     metadata: dict[str, Any] = {}
     for _ in range(count):
         key = cursor.text(MAX_KEY_BYTES)
@@ -174,7 +183,7 @@ def _read_value(cursor: _Cursor, kind: int) -> Any:
     if item == STRING:
         return cursor.texts(cursor.count("Q", 8, "strings"))
     if item not in NUMBERS:
-        raise cursor.fail(f"an array has unknown type {item}")
+        raise cursor.fail(f"a metadata array has unknown type {item}")
     numbers = array("B" if item == BOOL else NUMBERS[item])
     size = cursor.count("Q", numbers.itemsize, "numbers") * numbers.itemsize
     numbers.frombytes(cursor.take(size))
@@ -189,7 +198,9 @@ def _read_infos(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor
             raise cursor.fail(f"tensor {name!r} occurs twice")
         num_dims = cursor.number("I")
         if not 1 <= num_dims <= MAX_DIMS:
-            raise cursor.fail(f"tensor {name!r} has {num_dims} dimensions")
+            raise cursor.fail(
+                f"tensor {name!r} has {num_dims} dimensions: expected 1 to {MAX_DIMS}"
+            )
         shape = tuple(reversed([cursor.number("Q") for _ in range(num_dims)]))
         kind, size = _stored_size(cursor, name, cursor.number("I"), shape)
         offset = cursor.number("Q")
@@ -201,18 +212,23 @@ def _read_infos(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor
 
 
 def _stored_size(cursor: _Cursor, name: str, kind: int, shape: tuple[int, ...]) -> tuple[str, int]:
-    """Return (type name, bytes) of a tensor; Python integers cannot overflow."""
+    """Return (type name, size in bytes) of a stored tensor. Raises CheckpointError for an unknown
+    type or a shape that does not fit it."""
     if kind not in TYPES:
         raise cursor.fail(f"tensor {name!r} has unknown type {kind}")
     type_name = TYPES[kind]
     block_values, block_bytes = block_size(type_name)
     if 0 in shape or shape[-1] % block_values:
-        raise cursor.fail(f"tensor {name!r} of shape {list(shape)} cannot be {type_name}")
+        raise cursor.fail(
+            f"tensor {name!r} of shape {list(shape)} cannot be {type_name}: "
+            f"a row must have a multiple of {block_values} values, and no dimension may be 0"
+        )
     return type_name, math.prod(shape) // block_values * block_bytes
 
 
 def block_size(type_name: str) -> tuple[int, int]:
-    """Return (values, bytes) of a block of one of TYPES; a plain number is a block of one value."""
+    """Return (values, bytes) of a block of a GGUF tensor type; a plain number is a block of one
+    value."""
     if type_name in PLAIN:
         return 1, PLAIN[type_name].itemsize
     if type_name in NOT_EXPANDED:
@@ -223,7 +239,8 @@ def block_size(type_name: str) -> tuple[int, int]:
 
 
 def _positioned(cursor: _Cursor, infos: dict[str, TensorInfo], base: int) -> dict[str, TensorInfo]:
-    """Convert offsets to file positions; check that tensors lie in the file without overlap."""
+    """Convert the tensors' offsets to positions in the file. Raises CheckpointError if tensors
+    overlap or extend past the end of the file."""
     end = base
     positioned: dict[str, TensorInfo] = {}
     for name, info in sorted(infos.items(), key=lambda item: item[1].start):
@@ -245,22 +262,26 @@ Place = tuple[MappedFile, TensorInfo]
 
 
 def shard_names(name: str) -> list[str]:
-    """Return all file names of the model that `name` belongs to, in order.
+    """Return the file names of all parts of the split model that file `name` belongs to, in order;
+    only `name` if the model is not split.
 
-    Raises CheckpointError if the part numbers are invalid.
+    Raises CheckpointError if the part numbers in the name are invalid.
     """
     shard = SHARD.search(name)
     if shard is None:
         return [name]
     count = int(shard.group(2))
     if not 1 <= int(shard.group(1)) <= count <= MAX_SHARDS:
-        raise CheckpointError(f"{name}: invalid number of the part or of the parts")
+        raise CheckpointError(
+            f"{name}: the part numbers in the file name are invalid: expected 1 to {MAX_SHARDS}"
+        )
     stem = name[: shard.start()]
     return [f"{stem}-{n:05}-of-{count:05}.gguf" for n in range(1, count + 1)]
 
 
 def read_shards(path: Path) -> list[GgufReader]:
-    """Open all files of the model that `path` belongs to, in order. Raises CheckpointError."""
+    """Open all files of the model that the file at `path` belongs to, in order. Raises
+    CheckpointError if a part is missing, malformed or numbered wrongly."""
     paths = [path.with_name(name) for name in shard_names(path.name)]
     if len(paths) == 1:
         return [GgufReader(path)]
@@ -277,13 +298,15 @@ def read_shards(path: Path) -> list[GgufReader]:
         )
         if stated != (n, len(paths)):
             raise CheckpointError(
-                f"{reader.path}: its metadata says part {stated[0]} (from 0) of {stated[1]}"
+                f"{reader.path}: its metadata says part {stated[0]} (from 0) of {stated[1]}, "
+                "which contradicts its file name"
             )
     return readers
 
 
 def merge(readers: list[GgufReader]) -> dict[str, Place]:
-    """Return the tensors of all files, by GGUF's names. Raises CheckpointError."""
+    """Return the tensors of all files of a model, by GGUF's names. Raises CheckpointError if a name
+    occurs twice or the number of tensors is wrong."""
     stored: dict[str, Place] = {}
     for reader in readers:
         for name, info in reader.tensors.items():
@@ -299,13 +322,16 @@ def merge(readers: list[GgufReader]) -> dict[str, Place]:
 
 
 def raw_tensor(file: MappedFile, info: TensorInfo, name: str) -> RawTensor:
-    """Return a tensor as a view of the file. Raises CheckpointError for a non-weight format."""
+    """Return a stored tensor as a view of its mapped file. Raises CheckpointError if its format is
+    not one for weights."""
     if info.format in PLAIN:
         values = file.array(PLAIN[info.format], info.shape, info.start)
         return RawTensor({VALUES: values}, info.format, info.shape)
     kind = formats().get(info.format)
     if not isinstance(kind, BlockFormat):
-        raise CheckpointError(f"{file.path}: tensor {name} is {info.format}, not a weight format")
+        raise CheckpointError(
+            f"{file.path}: tensor {name} is {info.format}, which is not supported for weights"
+        )
     shape = (*info.shape[:-1], kind.row_bytes(info.shape[-1]))
     blocks = file.array(np.dtype(np.uint8), shape, info.start)
     return RawTensor({BLOCKS: blocks}, info.format, info.shape)

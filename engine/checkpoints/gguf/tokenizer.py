@@ -63,7 +63,8 @@ _ENDING = ("bos", "eos", "eot", "eom")  # special even if the file does not mark
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """Regular expressions that apply in order; each makes every match a separate piece."""
+    """How text is split into pieces before BPE merging: regular expressions that apply in order,
+    each of which makes every match a separate piece."""
 
     splits: tuple[str, ...]
     whole_words: bool = False  # a piece that is a token is not split, even if no merges build it
@@ -147,7 +148,8 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> bytes:
 
 
 def adds_bos(metadata: Mapping[str, Any]) -> bool:
-    """Return whether bos precedes a prompt: the file's setting, else the vocabulary's default."""
+    """Return whether the tokenizer puts bos before a prompt: the file's setting, or else the
+    default of the vocabulary's kind."""
     setting = metadata.get("tokenizer.ggml.add_bos_token")
     if setting is not None:
         return bool(setting)
@@ -158,8 +160,9 @@ def adds_bos(metadata: Mapping[str, Any]) -> bool:
 
 
 def adds_eos(metadata: Mapping[str, Any]) -> bool:
-    """Return whether eos follows a prompt: only for embedding models, which pool it. A generative
-    model could not continue after eos, so the setting is ignored for these."""
+    """Return whether the tokenizer puts eos after a prompt: only for embedding models, whose
+    embedding may come from it. For generative models the file's setting is ignored: they could not
+    continue after eos."""
     pools = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
     return bool(pools and metadata.get("tokenizer.ggml.add_eos_token"))
 
@@ -214,7 +217,7 @@ def _sentence_piece(
     else:
         scores = _numbers(metadata, "scores", len(tokens))
         if scores is None:
-            raise CheckpointError("GGUF tokenizer.ggml.scores is missing")
+            raise CheckpointError("GGUF tokenizer.ggml.scores is missing, and there are no merges")
         merges = _merges_by_score(spelled, types, scores)
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
     model = _bpe(
@@ -242,9 +245,10 @@ def _sentence_piece(
 def _merges_by_score(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """Return merges that build each token from two others, best score first (SentencePiece's BPE).
+    """Return the merges of a SentencePiece vocabulary: for each token, the pairs of tokens that
+    build it, tokens with the best score first.
 
-    They build only ordinary tokens and runs of spaces, so no text can become a control token.
+    The merges build only ordinary tokens and runs of spaces, so no text can become a control token.
     """
     runs = [i for i, token in enumerate(tokens) if types[i] == _USER_DEFINED and _is_run(token)]
     normal = [i for i, kind in enumerate(types) if kind == _NORMAL]
@@ -291,7 +295,8 @@ def _bpe(
 def _added_tokens(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return the control tokens and the user-defined tokens, which match as a whole in any text."""
+    """Return tokenizer.json's `added_tokens`: the control tokens and the user-defined tokens, which
+    match as a whole in any text."""
     ids = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDING)
     ending = {i for i in ids if i is not None}
     added = []
@@ -360,13 +365,14 @@ def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     for merge in _strings(metadata, "merges"):
         left, space, right = merge[1:].partition(" ")  # a token may begin with a space
         if not space:
-            raise CheckpointError(f"GGUF tokenizer.ggml.merges: {merge!r} is not a pair")
+            raise CheckpointError(f"GGUF tokenizer.ggml.merges: {merge!r} is not a pair of tokens")
         merges.append((merge[0] + left, right))
     return merges
 
 
 def _byte_alphabet() -> list[str]:
-    """Return the printable character of each byte in byte-level BPE (GPT-2, 2019)."""
+    """Return the printable character by which byte-level BPE (GPT-2, 2019) writes each of the 256
+    bytes."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in plain]
     return [chr(b) if b in plain else chr(256 + others.index(b)) for b in range(256)]

@@ -1,6 +1,5 @@
 """Writes a quantized copy of a GGUF model of any architecture. Matrices with known names (ROLES in
-mapping.py) are quantized; all other tensors are copied.
-"""
+mapping.py) are quantized; all other tensors are copied."""
 
 import errno
 import os
@@ -39,12 +38,13 @@ MIXES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # type -> llama.
 def quantize_gguf(
     source: Path, target: Path, type: str, progress: Callable[[float], None]
 ) -> Counter[str]:
-    """Write `target`, one file, and return the number of its tensors by format.
+    """Write a quantized copy of a GGUF model to the file `target` and return its number of tensors
+    by format.
 
-    `type` is one of TYPES. Matrices of plain numbers are quantized; vectors, routers and quantized
-    tensors are copied. `progress` gets the completed fraction. Raises CheckpointError if the source
-    is unreadable or holds nothing to quantize, FileExistsError if the target exists, OSError if it
-    cannot be written. After an error, no file remains.
+    `type` is one of TYPES. Matrices of plain numbers are quantized; vectors, routers and tensors
+    that are quantized already are copied. `progress` gets the completed fraction. Raises
+    CheckpointError if the source is unreadable or holds nothing to quantize, FileExistsError if the
+    target exists, OSError if it cannot be written. After an error, no file remains.
     """
     readers = read_shards(source)
     metadata, stored = readers[0].metadata, merge(readers)
@@ -69,7 +69,8 @@ def quantize_gguf(
 def new_formats(
     type: str, metadata: Mapping[str, Any], stored: Mapping[str, Layout]
 ) -> dict[str, str]:
-    """Return the new format of each tensor whose format changes, by GGUF's names."""
+    """Return GGUF tensor name -> new format, for each stored tensor that quantization to `type`
+    changes."""
     is_tied = "output.weight" not in stored
     with_roles = ((name, layout, tensor_role(name, is_tied)) for name, layout in stored.items())
     matrices = (
@@ -82,7 +83,8 @@ def new_formats(
 
 def _mix(type: str, metadata: Mapping[str, Any]) -> Mix:
     def number(key: str) -> int:
-        """Return a metadata number; 0 if it is missing or differs between layers."""
+        """Return a number of the architecture's metadata; 0 if it is missing or differs between
+        layers."""
         value = metadata.get(f"{metadata.get('general.architecture')}.{key}", 0)
         return value if isinstance(value, int) and value > 0 else 0
 
@@ -143,7 +145,8 @@ def _write(
 def _quantized(
     raw: RawTensor, format: str, name: str, pool: ThreadPoolExecutor
 ) -> NDArray[np.uint8]:
-    """Return the quantized blocks, computed by all threads of the pool."""
+    """Return a tensor's quantized blocks, computed by all threads of the pool. Raises
+    CheckpointError if its values cannot be quantized."""
     out = quantized_empty(raw.shape, format)
     pieces = row_runs(raw.shape, PIECE_VALUES)
     try:

@@ -1,5 +1,5 @@
-"""A Hugging Face model directory: config.json and safetensors, in one file or sharded; tokenizer,
-template and token ids; and the pooling of an embedding model.
+"""Reads a Hugging Face model directory: config.json; weights in one safetensors file or several;
+tokenizer, chat template and token ids; and the pooling of an embedding model.
 
 The pooling is read from sentence-transformers' files: modules.json lists the modules in the order
 of application. The first is the model; each other module has a config.json in a separate folder.
@@ -52,7 +52,8 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises CheckpointError if the content is anything else."""
+    """Read a JSON object from a file. Raises CheckpointError if the file is unreadable or holds
+    anything else."""
     value = _parsed(path)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object")
@@ -60,7 +61,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_list(path: Path) -> list[dict[str, Any]]:
-    """Read a list of JSON objects from a file. Raises CheckpointError."""
+    """Read a list of JSON objects from a file. Raises CheckpointError if the file is unreadable or
+    holds anything else."""
     value = _parsed(path)
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise CheckpointError(f"{path} is not a list of JSON objects")
@@ -75,12 +77,14 @@ def _parsed(path: Path) -> Any:
 
 
 def read_json_if_exists(path: Path) -> dict[str, Any]:
-    """Read a JSON object like read_json; return an empty one if the file is missing."""
+    """Read a JSON object from a file; return an empty one if the file is missing. Raises
+    CheckpointError if the file holds anything else."""
     return read_json(path) if path.exists() else {}
 
 
 def directory_text_files(path: Path, config: dict[str, Any]) -> TextFiles:
-    """Read the files. Raises CheckpointError without tokenizer.json and for a malformed file."""
+    """Read tokenizer, chat template and token ids from a model directory. `config` is its
+    config.json. Raises CheckpointError if tokenizer.json is missing or a file is malformed."""
     if not (path / "tokenizer.json").exists():
         raise CheckpointError(f"{path} has no tokenizer.json")
     encoded = read_bytes(path / "tokenizer.json")
@@ -109,14 +113,16 @@ def directory_text_files(path: Path, config: dict[str, Any]) -> TextFiles:
 
 
 def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:
-    """Return the id of a token given as text or as {"content": text}."""
+    """Return the id of a token, given as text or as {"content": text}; None if the vocabulary lacks
+    it."""
     text = token.get("content") if isinstance(token, dict) else token
     token_id: int | None = tokenizer.token_to_id(text) if isinstance(text, str) else None
     return token_id
 
 
 def _template(path: Path, tokenizer_config: dict[str, Any]) -> str:
-    """Read the first of chat_template.jinja, chat_template.json and tokenizer_config.json."""
+    """Read the chat template from the first of these files that has one: chat_template.jinja,
+    chat_template.json, tokenizer_config.json. Empty if none has one."""
     if (path / "chat_template.jinja").exists():
         files = {"default": path / "chat_template.jinja"}
         files |= {f.stem: f for f in sorted((path / "additional_chat_templates").glob("*.jinja"))}
@@ -140,8 +146,9 @@ def _is_named(entry: Any) -> bool:
 
 
 def _token_names(tokenizer_config: dict[str, Any]) -> dict[str, str | None]:
-    """Return the special tokens of tokenizer_config.json by name. Omit bos and eos, whose ids come
-    from the model, unless the file says that the model has none."""
+    """Return name -> text of the special tokens in tokenizer_config.json. bos and eos are left out,
+    since their ids come from the model, unless the file says that the model has none: then they are
+    None."""
     tokens = {name: token for name, token in tokenizer_config.items() if name.endswith("_token")}
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
         tokens |= tokenizer_config[key] if isinstance(tokenizer_config.get(key), dict) else {}
@@ -169,7 +176,8 @@ METHOD_FILES = {
 
 
 def sentence_pooling(path: Path) -> StoredPooling | None:
-    """Return the pooling; None without modules.json. Raises CheckpointError if not supported."""
+    """Read the pooling of an embedding model from the directory's modules.json; None if there is no
+    such file. Raises CheckpointError if the modules or settings are not supported."""
     if not (path / MODULES).exists():
         return None
     modules = _modules(path / MODULES)
@@ -189,13 +197,13 @@ def sentence_pooling(path: Path) -> StoredPooling | None:
         raise CheckpointError(f"{path}: do_lower_case is not supported")
     max_len = settings.get("max_seq_length")
     if max_len is not None and (type(max_len) is not int or max_len < 1):
-        raise CheckpointError(f"{path}: max_seq_length is {max_len!r}")
+        raise CheckpointError(f"{path}: max_seq_length is {max_len!r}: expected a positive integer")
     kind = _kind(path / modules[1][1] / "config.json")
     return StoredPooling(kind, normalizes="Normalize" in kinds, max_len=max_len)
 
 
 def _modules(file: Path) -> list[tuple[str, str]]:
-    """Return (class, folder) of each module, in order."""
+    """Return (class name, folder) of each module that a modules.json lists, in order."""
     modules = []
     for entry in read_json_list(file):
         kind, folder = entry.get("type"), entry.get("path", "")
@@ -210,7 +218,8 @@ def _modules(file: Path) -> list[tuple[str, str]]:
 
 
 def _kind(file: Path) -> str:
-    """Return the pooling kind of the one mode that is set. Raises CheckpointError."""
+    """Return "last" or "mean", the pooling that a module's config.json sets. Raises CheckpointError
+    if it sets another or several."""
     config = read_json(file)
     modes = [name.removeprefix(MODE) for name in sorted(config) if name.startswith(MODE)]
     chosen = [mode for mode in modes if config[MODE + mode]]
@@ -226,10 +235,12 @@ def _kind(file: Path) -> str:
 
 
 class DirectoryCheckpoint:
-    """A Checkpoint of a model directory; its files stay mapped while any tensor is in use."""
+    """A Checkpoint that reads a Hugging Face model directory; its files stay mapped while any
+    tensor is in use."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError if a file is missing or malformed."""
+        """Read the config and the headers of the weight files. Raises CheckpointError if a file is
+        missing or malformed, or if the quantization method is not supported."""
         self._path = path
         if not (path / "config.json").exists():
             raise CheckpointError(f"{path} has no config.json: not a Hugging Face model directory")
@@ -286,7 +297,8 @@ class DirectoryCheckpoint:
                 if (raw.format, raw.shape) != layout:
                     read = f"{raw.format} {list(raw.shape)}"
                     raise ValueError(
-                        f"the parts give {read}, expected {layout.format} {list(layout.shape)}"
+                        f"the stored parts give {read}, "
+                        f"expected {layout.format} {list(layout.shape)}"
                     )
                 return raw
         if name not in self._owner:
@@ -341,7 +353,8 @@ class DirectoryCheckpoint:
 
 
 def _quantization(path: Path, config: Mapping[str, Any]) -> tuple[Path, Any]:
-    """Return (file, its description of the quantization); the description is None if absent."""
+    """Return (file that describes the quantization of the weights, the description); the
+    description is None if the weights are not quantized."""
     settings = config.get("quantization_config")
     settings = config.get("compression_config") if settings is None else settings
     has_method = isinstance(settings, dict) and "quant_method" in settings
@@ -355,7 +368,8 @@ def _quantization(path: Path, config: Mapping[str, Any]) -> tuple[Path, Any]:
 
 
 def _method(path: Path, settings: Any) -> QuantizationMethod | None:
-    """Return the quantization method. Raises CheckpointError if it is not supported."""
+    """Return the quantization method that `settings` name; None without settings. Raises
+    CheckpointError if the method or a setting is not supported."""
     if settings is None:
         return None
     unnamed = "an unnamed method"
@@ -372,7 +386,8 @@ def _method(path: Path, settings: Any) -> QuantizationMethod | None:
 
 
 def _shards(path: Path) -> tuple[list[str], dict[str, str]]:
-    """Return (file names, tensor -> file name); the mapping is empty for a single file."""
+    """Return (names of the weight files, tensor name -> file name); the mapping is empty if there
+    is only one file without an index."""
     if (path / INDEX).exists():
         weight_map = read_json(path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:

@@ -1,4 +1,4 @@
-"""The safetensors container: a JSON header and the tensors of one mapped file.
+"""Reads the safetensors container: a JSON header and the tensors of one mapped file.
 
 The header is checked as the format requires: sizes match dtype and shape, and the tensors cover the
 bytes after it without gap or overlap. Format: https://github.com/huggingface/safetensors#format
@@ -36,17 +36,21 @@ TYPES = {
 
 
 class SafetensorsReader:
-    """One parsed file; `file` stays mapped while any array refers to its bytes."""
+    """One parsed safetensors file; `file` stays mapped while any array refers to its bytes."""
 
     def __init__(self, path: Path) -> None:
-        """Parse the header. Raises CheckpointError if the file is unreadable or malformed."""
+        """Parse the file's header. Raises CheckpointError if the file is unreadable or
+        malformed."""
         self.path = path
         self.file = MappedFile(path)
         if self.file.size < 8:
             raise self._fail("the file is too short for a header")
         length = int.from_bytes(self.file.map[:8], "little")
         if length > min(MAX_HEADER_BYTES, self.file.size - 8):
-            raise self._fail(f"the header has {length} bytes and the file has {self.file.size}")
+            raise self._fail(
+                f"the header has {length} bytes and the file {self.file.size}; "
+                f"the limit of a header is {MAX_HEADER_BYTES}"
+            )
         self._base = 8 + length
         try:
             header = json.loads(self.file.map[8 : self._base], object_pairs_hook=self._unique)
@@ -66,12 +70,12 @@ class SafetensorsReader:
         return Layout(kind, shape)
 
     def array(self, name: str) -> NDArray[Any]:
-        """Return a tensor as a view of the file."""
+        """Return a stored tensor as a view of the mapped file."""
         kind, shape, start = self._tensors[name]
         return self.file.array(TYPES[kind], shape, start)
 
     def release(self, name: str) -> None:
-        """See Checkpoint.release."""
+        """Free the memory of a tensor; later reads come from the file again."""
         self.file.release(self._tensors[name][2], self.array(name).nbytes)
 
     def _fail(self, problem: str) -> CheckpointError:
@@ -100,13 +104,16 @@ class SafetensorsReader:
         if end != self.file.size - self._base:
             data_bytes = self.file.size - self._base
             hint = ": is it truncated?" if data_bytes < end else ""
-            raise self._fail(f"tensors take {end} bytes, the file has {data_bytes}{hint}")
+            raise self._fail(
+                f"tensors take {end} bytes, the file has {data_bytes} after its header{hint}"
+            )
         return tensors
 
     def _entry(self, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-        """Return (dtype, shape, first byte, end) of a tensor; bytes are relative to the data."""
+        """Check a tensor's entry in the header; return (dtype, shape, first byte, end byte). Bytes
+        count from the end of the header. Raises CheckpointError."""
         if not isinstance(entry, dict):
-            raise self._fail(f"the entry of tensor {name} is malformed")
+            raise self._fail(f"the header's entry of tensor {name} is malformed")
         kind: Any = entry.get("dtype")
         shape: Any = entry.get("shape")
         span: Any = entry.get("data_offsets")
@@ -119,7 +126,9 @@ class SafetensorsReader:
         first, last = span
         needed = math.prod(shape) * TYPES[kind].itemsize
         if last - first != needed:
-            raise self._fail(f"tensor {name} needs {needed} bytes and has {last - first}")
+            raise self._fail(
+                f"tensor {name} needs {needed} bytes and has {last - first} by its data_offsets"
+            )
         return kind, tuple(shape), first, last
 
 

@@ -1,7 +1,8 @@
-"""Quantization methods of Hugging Face checkpoints, by `quant_method` of the config.
+"""The methods by which weights of Hugging Face checkpoints are quantized, by the config's
+`quant_method`.
 
-A method is one module in this package with a class METHOD, found by discovery; modules elsewhere
-call `register`.
+Each module of this package holds one method, in a class that it names METHOD, and is found by
+discovery; modules elsewhere call `register`.
 """
 
 import pkgutil
@@ -21,8 +22,9 @@ Parts = Mapping[str, NDArray[Any]]  # by the name that replaces "weight"; read-o
 
 
 class QuantizationMethod(ABC):
-    """A reader of weights that are stored as several tensors, such as `x.qweight` and `x.scales`
-    in place of `x.weight`. `layout` is called often and must read only the stored sizes."""
+    """Reads weights that are stored as several tensors, their parts: `x.qweight` and `x.scales` in
+    place of `x.weight`, for example. `layout` is called often and must read only the parts'
+    sizes."""
 
     names: ClassVar[tuple[str, ...]]  # values of quant_method
     forms: ClassVar[tuple[tuple[str, ...], ...]]  # alternative sets of parts; the largest applies
@@ -33,18 +35,20 @@ class QuantizationMethod(ABC):
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Read quantization_config. Raises ValueError for unsupported settings."""
+        """Read the checkpoint's quantization_config. Raises ValueError for unsupported settings."""
 
     @abstractmethod
     def layout(self, parts: Parts) -> Layout:
-        """Return format and shape of a weight. Raises ValueError if the parts do not match."""
+        """Return format and shape of the weight with these parts. Raises ValueError if they do not
+        fit together."""
 
     @abstractmethod
     def read(self, parts: Parts) -> RawTensor:
-        """Return the weight. Raises ValueError if the parts do not match."""
+        """Read the weight with these parts. Raises ValueError if they do not fit together."""
 
     def find(self, stored: Collection[str]) -> dict[str, dict[str, str]]:
-        """Find the weights among the `stored` names: name -> part -> stored name."""
+        """Find the quantized weights among the names of stored tensors; return weight name -> part
+        name -> name of the stored tensor."""
         weights: dict[str, dict[str, str]] = {}
         for name in stored:
             prefix, _, leaf = name.rpartition(".")
@@ -62,7 +66,7 @@ _added: dict[str, type[QuantizationMethod]] = {}
 
 
 def register(*methods: type[QuantizationMethod]) -> None:
-    """Register methods. Raises ValueError if one of their names is taken."""
+    """Add quantization methods. Raises ValueError if a name already belongs to another method."""
     for method in methods:
         for name in method.names:
             if _added.setdefault(name, method) is not method:
@@ -76,7 +80,7 @@ def _discover() -> None:
 
 
 def methods() -> Mapping[str, type[QuantizationMethod]]:
-    """Return all methods by quant_method."""
+    """Return quant_method -> class of all quantization methods, discovered or registered."""
     _discover()
     return _added
 
@@ -84,7 +88,8 @@ def methods() -> Mapping[str, type[QuantizationMethod]]:
 def choice(
     config: Mapping[str, Any], keys: tuple[str, ...], allowed: tuple[Any, ...], default: Any = None
 ) -> Any:
-    """Return the first of `keys` that is set, or `default`. Raises ValueError if not `allowed`."""
+    """Return the setting under the first of `keys` that a quantization config sets, or `default`.
+    Raises ValueError if the value is not in `allowed`."""
     value = next((config[key] for key in keys if config.get(key) is not None), default)
     if not isinstance(value, int | str) or value not in allowed:
         expected = " or ".join(map(str, allowed))
@@ -93,20 +98,23 @@ def choice(
 
 
 def size(name: str, value: Any) -> int:
-    """Check a number of rows or columns and return it. Raises ValueError."""
+    """Return a number of rows or columns from a config, once checked. Raises ValueError if it is
+    not a positive integer."""
     if type(value) is not int or not 1 <= value < 1 << 31:
         raise ValueError(f"{name} is {value!r}: expected a positive integer")
     return value
 
 
 def group_size(config: Mapping[str, Any], keys: tuple[str, ...], default: int) -> int:
-    """Return the number of inputs that share a scale; -1: all. Raises ValueError."""
+    """Return how many inputs of a weight share one scale; -1: all. `keys` are alternative settings
+    of the config. Raises ValueError if it is no positive integer."""
     value = next((config[key] for key in keys if config.get(key) is not None), default)
     return -1 if value == -1 else size(keys[0], value)
 
 
 def require(parts: Parts, name: str, dtype: type[Any], shape: tuple[int, ...]) -> None:
-    """Raise ValueError if a part has another shape, or a type that is not a subtype of `dtype`."""
+    """Raise ValueError unless the part `name` has this shape and a type that is a subtype of
+    `dtype`."""
     part = parts[name]
     if not np.issubdtype(part.dtype, dtype) or part.shape != shape:
         expected_type = "" if dtype is np.generic else f"{dtype.__name__} "
@@ -116,7 +124,8 @@ def require(parts: Parts, name: str, dtype: type[Any], shape: tuple[int, ...]) -
 
 
 def packed_words(parts: Parts) -> tuple[int, int]:
-    """Return the shape of `qweight` in 32-bit words. Raises ValueError if it is not 2-D int32."""
+    """Return the shape of the part `qweight`, counted in 32-bit words. Raises ValueError if it is
+    not a 2-D int32 tensor."""
     packed = parts["qweight"]
     if packed.ndim != 2 or packed.dtype != np.int32 or 0 in packed.shape:
         raise ValueError(f"qweight is {packed.dtype} {list(packed.shape)}: expected int32, 2 dims")

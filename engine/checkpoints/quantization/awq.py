@@ -1,4 +1,5 @@
-"""AWQ (arXiv:2306.00978) as AutoAWQ writes it: 4-bit integers packed along the outputs.
+"""Reads AWQ weights (arXiv:2306.00978) as AutoAWQ writes them: 4-bit integers packed along the
+outputs.
 
 `qweight` int32 [inputs, outputs / 8], `qzeros` int32 [groups, outputs / 8], `scales` [groups,
 outputs]. The eight integers of a word, lowest bits first, belong to the outputs in ORDER.
@@ -53,7 +54,8 @@ class Awq(QuantizationMethod):
 
 
 def _integers(packed: NDArray[np.int32]) -> Bytes:
-    """Unpack int32 [n, words] to uint8 [n, 8 * words], in the order of the outputs."""
+    """Unpack the 4-bit integers of int32 [n, words] to uint8 [n, 8 * words], in the order of the
+    outputs."""
     words = nibbles(np.ascontiguousarray(packed).view(np.uint8)).reshape(*packed.shape, 8)
     return words[..., np.argsort(ORDER)].reshape(len(packed), -1)
 

@@ -1,4 +1,5 @@
-"""compressed-tensors (written by llm-compressor): integers and floats of 4 and 8 bits.
+"""Reads compressed-tensors weights (written by llm-compressor): integers and floats of 4 and 8
+bits.
 
 The parts of a weight determine its storage; only the block size comes from the config:
 `weight_packed` int32 [outputs, inputs / n] with `weight_shape`; int8 or 8-bit float `weight`;
@@ -63,7 +64,7 @@ class CompressedTensors(QuantizationMethod):
         for key in UNSUPPORTED:
             setting = config.get(key) or {}
             if setting and setting.get("format") != "dense":
-                raise ValueError(f"unsupported setting {key}")
+                raise ValueError(f"the setting {key} is not supported")
         schemes = [s.get("weights") or {} for s in (config.get("config_groups") or {}).values()]
         self.quantizes = bool(schemes)
         blocks = [s["block_structure"] for s in schemes if s.get("block_structure")]
@@ -131,7 +132,8 @@ def _stated_shape(parts: Parts) -> tuple[int, int]:
 
 
 def _float4(parts: Parts) -> RawTensor:
-    """Read 4-bit floats; scales are 8-bit floats over one divisor (NVFP4), or exponents (MXFP4)."""
+    """Read a weight of 4-bit floats. Its scales are 8-bit floats, all divided by one number
+    (NVFP4), or exponents (MXFP4). Raises ValueError if the parts do not fit together."""
     codes, scale = parts["weight_packed"], parts["weight_scale"]
     if scale.dtype != np.uint8 or scale.ndim != 2:
         raise ValueError(
@@ -146,8 +148,9 @@ def _float4(parts: Parts) -> RawTensor:
 
 
 def _zeros(parts: Parts, shape: tuple[int, ...], bits: int) -> Bytes | None:
-    """Return the zero points as unsigned levels, like the codes: uint8 [outputs, groups]. They are
-    stored as int8, or packed in int32 along the outputs."""
+    """Return the zero points of a weight as unsigned integers like the weight's codes, uint8
+    [outputs, groups]; None if it has none. They are stored as int8, or packed in int32 along the
+    outputs."""
     stored = parts.get("weight_zero_point")
     if stored is None:
         return None

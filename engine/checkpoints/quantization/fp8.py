@@ -1,4 +1,4 @@
-"""8-bit floats (e4m3) with one scale per weight, per output, or per block.
+"""Reads weights of 8-bit floats (e4m3) with one scale per weight, per output, or per block.
 
 The fine-grained FP8 of DeepSeek and transformers stores `weight_scale_inv`, others `weight_scale`;
 a stored value is multiplied by either.
@@ -38,7 +38,8 @@ class Fp8(QuantizationMethod):
 
 
 def block_of(name: str, value: Any) -> tuple[int, int]:
-    """Return (outputs, inputs) of a block; the default is 128 x 128. Raises ValueError."""
+    """Return (outputs, inputs) of the blocks that share a scale, from the setting `name`; 128 x 128
+    if it is None. Raises ValueError for a malformed setting."""
     if value is None:
         return 128, 128
     if not isinstance(value, list | tuple) or len(value) != 2:
@@ -47,7 +48,8 @@ def block_of(name: str, value: Any) -> tuple[int, int]:
 
 
 def float8_layout(weight: NDArray[Any]) -> Layout:
-    """Return the layout of a stored weight. Raises ValueError if it has no 8-bit floats."""
+    """Return the layout of a weight stored as 8-bit floats. Raises ValueError for other stored
+    types."""
     if weight.dtype in (np.float32, np.float16, np.uint16):
         raise ValueError("the weight has a scale but is not quantized")
     if weight.ndim != 2 or weight.dtype != np.uint8 or 0 in weight.shape:
@@ -58,8 +60,8 @@ def float8_layout(weight: NDArray[Any]) -> Layout:
 
 
 def float8(weight: NDArray[np.uint8], scale: NDArray[Any], block: tuple[int, int]) -> RawTensor:
-    """Return a weight whose scale has one number, one per output, or one per block of (outputs,
-    inputs). Raises ValueError for another shape."""
+    """Return a weight of 8-bit floats with its scales. `scale` has one number, one per output, or
+    one per block of (outputs, inputs). Raises ValueError if it has another shape."""
     outputs, inputs = float8_layout(weight).shape
     blocks = (-(-outputs // block[0]), -(-inputs // block[1]))
     if scale.size == 1:

@@ -1,4 +1,4 @@
-"""GPTQ (arXiv:2210.17323): integers packed along the inputs of a weight in 32-bit words.
+"""Reads GPTQ weights (arXiv:2210.17323): integers packed along the inputs in 32-bit words.
 
 `qweight` int32 [inputs / n, outputs], `qzeros` int32 [groups, outputs / n], `scales` [groups,
 outputs], `g_idx` int32 [inputs] the group of each input; n integers in 32 bits, the first lowest.
@@ -77,7 +77,8 @@ class Gptq(QuantizationMethod):
 
 
 def order_of_groups(group_of: NDArray[Any], group: int) -> NDArray[np.int64] | None:
-    """Return the inputs sorted by group; None if they are. Raises ValueError for uneven groups."""
+    """Return the order that sorts a weight's inputs by their group, `group` inputs in each; None if
+    they are sorted already. Raises ValueError if a group has another number of inputs."""
     columns = np.argsort(group_of, kind="stable")
     if not np.array_equal(group_of[columns], np.arange(len(group_of)) // group):
         raise ValueError(f"g_idx does not have {group} inputs in each group")
@@ -85,7 +86,8 @@ def order_of_groups(group_of: NDArray[Any], group: int) -> NDArray[np.int64] | N
 
 
 def in_order(codes: Bytes, bits: int, columns: NDArray[np.int64]) -> Bytes:
-    """Reorder the columns of `codes`; 4-bit codes are packed in pairs."""
+    """Return a weight's codes with their columns (inputs) in the order `columns`; codes of 4 bits
+    are packed in pairs."""
     if bits == 8:
         return codes[:, columns]
     return packed_nibbles(nibbles(codes)[:, columns])

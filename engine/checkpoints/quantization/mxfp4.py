@@ -1,4 +1,4 @@
-"""Experts of gpt-oss: 4-bit floats with one exponent per 32 values (OCP MX).
+"""Reads the experts of gpt-oss: 4-bit floats with one exponent per 32 values (OCP MX).
 
 `x_blocks` uint8 [experts, outputs, groups, 16] (or the last two dims as one) holds two values a
 byte, the first in the low nibble; `x_scales` uint8 [experts, outputs, groups] holds the exponents.
@@ -23,7 +23,8 @@ class Mxfp4Experts(QuantizationMethod):
     forms = (STORED,)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Ignore the config: unconverted modules have no blocks, so `find` skips them."""
+        """Ignore the config: modules that it exempts from quantization store no blocks, so `find`
+        skips them."""
 
     def layout(self, parts: Parts) -> Layout:
         blocks, scales = parts["blocks"], parts["scales"]

@@ -1,4 +1,4 @@
-"""The data connections between prefill and decode workers."""
+"""The data connections over which prefill workers send KV to decode workers."""
 
 from pdserve.engine.handoff.connection.connect import DataListeners, Dialer, usable
 from pdserve.engine.handoff.connection.link import DataLink

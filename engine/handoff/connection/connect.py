@@ -1,12 +1,14 @@
-"""Opens data connections: prefill dials, decode listens.
+"""Opens the data connections of KV hand-offs: the prefill process dials, the decode process
+listens.
 
-Prefill uses the first transport that works, or the one that is configured by name. Every refusal is
-logged with its reason and counted; no transport is replaced silently.
+Prefill uses the first transport that works, or the one that is configured by name. Every transport
+that cannot be used is logged with the reason and counted; none is replaced silently.
 
-At decode a connection is unproven until a message under a ticket has shown that its peer knows the
-ticket. Only MAX_UNPROVEN unproven connections may be open, so a peer that merely reaches the port
-cannot exhaust threads and memory. Beyond that, the address with the most unproven connections loses
-its oldest one: a prefill process proves itself in milliseconds, so a flood does not shut it out.
+At decode, a connection is unproven until its peer has sent a message whose tag shows that it knows
+the secret of a ticket. At most MAX_UNPROVEN unproven connections are open, so a peer that merely
+reaches the port cannot exhaust threads and memory. One more closes the oldest unproven connection
+of the address that has the most of them. A prefill process proves itself within milliseconds, so a
+flood of connections does not shut it out.
 """
 
 import logging
@@ -24,11 +26,11 @@ MAX_UNPROVEN = 64
 
 
 class DataListeners:
-    """The listeners of one decode process.
+    """The listening sockets of one decode process, one for each transport.
 
-    `links` belongs to the Receiver: each accepted connection is added to it.
-    `count("unproven_refused")` is called for each unproven connection that is closed, on the thread
-    of a listener.
+    Every accepted connection is added to `links`, which the Receiver owns. Calls
+    `count("unproven_refused")` on a listener's thread for each connection that is closed because
+    too many are unproven.
     """
 
     def __init__(
@@ -48,10 +50,10 @@ class DataListeners:
         self._listeners: list[Listener] = []
 
     def open(self, transports: Sequence[KvTransport], chosen: bool) -> dict[str, str]:
-        """Open the listeners; return transport name -> address.
+        """Open a listener for each transport; return transport name -> address.
 
-        A transport that is configured by name (`chosen`) must work; otherwise one that does not
-        work is left out. Raises TransportRefused, OSError.
+        Skip a transport that cannot listen, unless it is configured by name (`chosen`): then raise
+        TransportRefused. Raises OSError if an address cannot be bound.
         """
         opened = listen_all(transports, chosen, self._boot, self._accepted)
         self.refusals.update(t.name for t in transports if t.name not in opened)
@@ -59,7 +61,7 @@ class DataListeners:
         return {name: listener.address for name, listener in opened.items()}
 
     def refusal(self, link: DataLink, hello: messages.Hello) -> str:
-        """Return why a process that has introduced itself is refused; empty if it is accepted."""
+        """Return why decode refuses the peer that sent this Hello; empty if decode accepts it."""
         if hello.decode_boot != self._boot:
             return "the ticket names another decode process"
         if link.direct and self._compatibility.encrypted:
@@ -67,7 +69,7 @@ class DataListeners:
         return self._compatibility.refusal(hello)
 
     def close(self) -> None:
-        """Accept no more connections."""
+        """Close the listening sockets; open connections continue."""
         for listener in self._listeners:
             listener.close()
 
@@ -89,8 +91,8 @@ DIAL_S = 1.0  # for all transports together; then the attempt is lost and the ro
 
 
 def usable(transports: Sequence[KvTransport], chosen: bool) -> list[KvTransport]:
-    """Return the transports that can work in this process. Raises TransportRefused if one that is
-    configured by name (`chosen`) cannot."""
+    """Return the transports that this process can use; log each of the others with the reason.
+    Raises TransportRefused if the transport is configured by name (`chosen`) and cannot be used."""
     working = []
     for transport in transports:
         try:
@@ -110,8 +112,9 @@ def listen_all(
     boot: bytes,
     accept: Callable[[str, Wire], None],
 ) -> dict[str, Listener]:
-    """decode: open the listeners of the transports that can listen here, by name. Raises OSError,
-    and TransportRefused if a transport that is configured by name (`chosen`) cannot listen."""
+    """Open decode's listeners; return transport name -> listener of the transports that can listen.
+    Raises OSError if an address cannot be bound, and TransportRefused if the transport is
+    configured by name (`chosen`) and cannot listen."""
     opened: dict[str, Listener] = {}
     for transport in transports:
         try:
@@ -126,7 +129,8 @@ def listen_all(
 
 
 class Dialer:
-    """Opens connections from prefill; `refusals` counts refused tries by transport."""
+    """Opens data connections from prefill to decode; `refusals` counts failed tries by
+    transport."""
 
     def __init__(self, transports: Sequence[KvTransport], handler: DataLinkHandler) -> None:
         self._transports = transports
@@ -134,7 +138,8 @@ class Dialer:
         self.refusals: Counter[str] = Counter()
 
     def dial(self, target: Target, hello: Hello) -> DataLink:
-        """Connect; blocks for at most DIAL_S. Raises TransportRefused with every reason."""
+        """Connect to a decode process by the first transport that works, within DIAL_S seconds.
+        Raises TransportRefused with the reason of each transport if none works."""
         deadline = time.monotonic() + DIAL_S
         reasons = []
         for transport in self._transports:
@@ -148,7 +153,10 @@ class Dialer:
                 self.refusals[transport.name] += 1
                 reasons.append(f"{transport.name}: {err}")
                 log.info(
-                    "transport %s to %s was refused: %s", transport.name, _target_name(target), err
+                    "transport %s cannot connect to %s, so the next one is tried, if any: %s",
+                    transport.name,
+                    _target_name(target),
+                    err,
                 )
                 continue
             log.info("transport %s connected to %s", transport.name, _target_name(target))

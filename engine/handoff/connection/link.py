@@ -1,11 +1,11 @@
-"""One connection between a prefill and a decode process: its two threads, records and credits.
+"""One data connection between a prefill and a decode process: its two threads, records and credits.
 
 Ownership: the reader thread owns the wire and closes it when both threads have ended. Only the
 writer thread writes, except for records that are posted while it is idle and that the socket takes
 at once. Users of a link only post. At most SLOTS frames are in flight: a slot belongs to prefill
-until its frame is sent, then to decode until its Credit arrives. Decode sends the Credit when
-nothing reads the payload any more: on a device when the copy from the slot is done, otherwise when
-the handler has returned. The two threads share one lock and end the connection together.
+until its frame is sent, then to decode until its Credit arrives. Decode sends the Credit when it no
+longer reads the payload: on a device when the copy from the slot is done, otherwise when the
+handler has returned. The two threads share one lock and end the connection together.
 """
 
 import contextlib
@@ -37,27 +37,31 @@ MAX_POSTED = 4096  # control records that may wait for a peer that does not read
 
 
 class DataLinkHandler(Protocol):
-    """Handles a link's events on its threads, without blocking. A FrameError closes the link."""
+    """The callbacks of a DataLink, called on its threads; they must not block. A callback that
+    raises FrameError closes the connection."""
 
     def introduced(self, link: "DataLink", hello: messages.Hello) -> str:
-        """decode: return why this peer is refused; empty if it is accepted."""
+        """At decode, return why the prefill process that sent `hello` is refused; empty if it is
+        accepted."""
 
     def message(self, link: "DataLink", message: messages.Message) -> None: ...
 
     def frame(self, link: "DataLink", header: FrameHeader, covered: bytes, tag: bytes) -> bool:
-        """decode: check the header's tag and return whether to receive the payload. If not, it is
-        skipped, and the connection continues."""
+        """At decode, check the tag of a frame's header and return whether to receive the frame's
+        payload. False skips the payload, and the connection continues."""
 
     def payload(self, link: "DataLink", header: FrameHeader, payload: Payload) -> None:
-        """decode: process an unverified payload: bytes that stay unchanged until the call returns,
-        or a slot on the device, which the handler must `credit` when it no longer reads it."""
+        """At decode, process a frame's payload, which is not verified yet. `payload` is bytes that
+        stay unchanged until this method returns, or a slot on the device, which the handler must
+        return by `DataLink.credit` when it no longer reads it."""
 
     def closed(self, link: "DataLink", reason: str) -> None:
-        """Handle the end of the link; called once, whatever the cause."""
+        """Handle the end of the connection; called exactly once, whatever the cause."""
 
 
 class DataLink:
-    """A connection. Prefill uses `DataLink.dial`; decode uses `DataLink(...)`, then `accept()`."""
+    """A data connection with its reader and writer thread. Prefill opens it by `DataLink.dial`,
+    decode by `DataLink(...)` and `accept()`."""
 
     def __init__(self, wire: Wire, transport: str, handler: DataLinkHandler) -> None:
         self.transport = transport
@@ -87,7 +91,8 @@ class DataLink:
         hello: messages.Hello,
         timeout_s: float,
     ) -> "DataLink":
-        """prefill: send Hello on a new wire and wait for Welcome. Raises TransportRefused."""
+        """At prefill, send Hello on a new wire and wait for decode's Welcome. Raises
+        TransportRefused."""
         link = cls(wire, transport, handler)
         link.peer = hello.decode_boot
         try:
@@ -97,11 +102,13 @@ class DataLink:
                 case messages.Welcome(proof) if proof == wire.proof():
                     wire.trust()
                 case messages.Welcome():
-                    raise TransportRefused("decode cannot read this process's window")
+                    raise TransportRefused(
+                        "decode cannot read the bytes that prefill wrote into the window"
+                    )
                 case messages.Refused(reason):
                     raise TransportRefused(f"refused by decode: {reason}")
                 case _:
-                    raise TransportRefused("decode did not answer with Welcome")
+                    raise TransportRefused("decode answered Hello with an unexpected message")
         except (WireClosed, FrameError) as err:
             wire.close()
             raise TransportRefused(str(err)) from None
@@ -116,19 +123,20 @@ class DataLink:
         return link
 
     def accept(self) -> None:
-        """decode: start the threads; the reader waits for Hello. Memory stays small until `trust`.
-        Raises RuntimeError if the system has no thread for it."""
+        """At decode, start the connection's threads; the reader thread then waits for the peer's
+        Hello. The connection uses little memory until `trust`. Raises RuntimeError if no thread can
+        be started."""
         self._wire.deadline = time.monotonic() + INTRODUCTION_S
         self._start()
 
     @property
     def heard(self) -> float:
-        """When the last byte arrived (time.monotonic)."""
+        """Time at which the last byte of the peer arrived (time.monotonic)."""
         return self._wire.heard
 
     @property
     def host(self) -> str:
-        """The peer's address; empty on a unix socket."""
+        """The peer's IP address; empty on a unix socket."""
         return self._wire.host
 
     @property
@@ -137,21 +145,22 @@ class DataLink:
 
     @property
     def direct(self) -> bool:
-        """Whether payloads go from pool to pool on a device."""
+        """Whether payloads go from prefill's block pool to decode's on a device, without passing
+        the host."""
         return self._wire.direct
 
     @property
     def slot_bytes(self) -> int:
-        """The largest payload."""
+        """Size of the largest payload that a frame of this connection may have, in bytes."""
         return self._wire.slot_bytes
 
     @property
     def ended(self) -> bool:
-        """Whether the threads have ended and the socket is closed."""
+        """Whether both threads of the connection have ended and its socket is closed."""
         return not self.open and not self._reader.is_alive()
 
     def take_busy_s(self) -> float:
-        """Return the seconds spent moving payloads since the last call."""
+        """Return the seconds that the connection spent moving payloads since the last call."""
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
@@ -160,7 +169,8 @@ class DataLink:
         return self._genuine
 
     def trust(self) -> None:
-        """decode: lift the limits of an unproven peer; called on the reader thread."""
+        """At decode, lift the limits of an unproven peer, which has now proven that it knows a
+        ticket's secret; called on the reader thread."""
         if not self._genuine:
             self._genuine = True
             self._wire.trust()
@@ -168,7 +178,8 @@ class DataLink:
                 self.post(messages.encode(messages.SlotWindow(window)))
 
     def post(self, record: bytes) -> None:
-        """Send a control record before waiting frames; never blocks. A closed link drops it."""
+        """Send a control record before any queued frame; never blocks. A closed connection drops
+        the record."""
         failure = ""
         with self._wake:
             self._posted.append(memoryview(record))
@@ -182,7 +193,8 @@ class DataLink:
             self.end(failure)
 
     def _write_now(self) -> str:
-        """Write while the writer thread is idle, under the lock; return why the wire is closed."""
+        """Write posted records without blocking, while the writer thread is idle; the caller holds
+        the lock. Return why the wire is closed; empty if it is open."""
         if not self._reason:
             try:
                 self._wire.write_some(self._posted, socket.MSG_DONTWAIT)
@@ -193,21 +205,23 @@ class DataLink:
         return ""
 
     def push(self, *jobs: FrameJob) -> None:
-        """Queue frames; their jobs run on the writer thread, each when a slot is free."""
+        """Queue jobs that build frames; the writer thread runs each job when a slot is free."""
         with self._wake:
             self._jobs.extend(jobs)
             self._wake.notify()
 
     def credit(self, header: FrameHeader) -> None:
-        """decode, direct: return a frame's slot. Raises KeyError if it was returned before."""
+        """At decode, return to prefill the slot of a frame whose payload arrived on the device.
+        Raises KeyError if it was returned before."""
         self.post(_credit(header.slot, self._lent.credit(header.slot)))
 
     def slot_returned(self, slot: int, mark: bytes) -> bool:
-        """prefill: record that decode no longer needs the slot of a frame; return False if that was
-        known, or if another frame is in the slot.
+        """At prefill, free a frame's slot, since decode no longer needs it. Return False if the
+        slot was freed before or holds another frame.
 
-        Both the Credit and an answer to the frame report this: a Credit may be damaged on the way,
-        and a frame of an ended attempt gets no answer.
+        Called for a Credit and also for an answer to the frame (Ack, Nack, Complete), since neither
+        is certain to arrive: a Credit may be damaged on the way, and a frame of an ended attempt
+        gets no answer.
         """
         with self._wake:
             if not self._slots.expects(slot, mark):
@@ -217,14 +231,15 @@ class DataLink:
         return True
 
     def close(self, reason: str = "closed locally") -> None:
-        """End the link and wait for its threads, unless called on one of them."""
+        """End the connection and wait for its threads, unless called on one of them."""
         self.end(reason)
         on_link_thread = threading.current_thread() in (self._reader, self._writer)
         if self._reader.is_alive() and not on_link_thread:
             self._reader.join()
 
     def end(self, reason: str) -> None:
-        """Make both threads end; never waits. The first reason counts."""
+        """Make both threads of the connection end, without waiting for them. Only the first call
+        counts; its `reason` is passed to the handler's `closed`."""
         with self._wake:
             if self._reason:
                 return
@@ -255,7 +270,7 @@ class DataLink:
         except (WireClosed, FrameError, TransportRefused) as err:
             self.end(str(err))
         except Exception:
-            log.exception("a hand-off connection failed")
+            log.exception("a hand-off connection failed with an unexpected error and is closed")
             self.end("internal error")
         finally:
             self._writer.join()
@@ -270,7 +285,7 @@ class DataLink:
             self._skip_rest()
             raise
         if not isinstance(hello, messages.Hello):
-            raise FrameError("the first message is not Hello")
+            raise FrameError("the peer's first message is not Hello")
         self.hello = hello
         reason = self._handler.introduced(self, hello)
         if not reason and hello.transport != self.transport:
@@ -286,13 +301,15 @@ class DataLink:
         self.post(messages.encode(reply))
 
     def _skip_rest(self) -> None:
-        """Read until the peer closes: closing first would reset it and lose the answer."""
+        """Read and drop bytes until the peer closes. Closing the socket first would reset the
+        connection, and the peer might lose the answer that was just sent."""
         with contextlib.suppress(WireClosed):
             while True:
                 self._wire.take(1)
 
     def _read_and_credit(self) -> None:
-        """Read a record, then post the credits if no more records wait."""
+        """Read one record; send the collected credits if no further record waits, or if there are
+        many."""
         self._read_record()
         if len(self._credits) >= SLOTS // 2 or (self._credits and not self._wire.readable):
             self.post(b"".join(self._credits))
@@ -323,7 +340,7 @@ class DataLink:
         record = prefix.pack() + self._wire.take(prefix.length)
         header, covered, tag = FrameHeader.unpack(record)
         if header.payload_bytes > self._wire.slot_bytes:
-            raise FrameError("the payload is larger than a slot")
+            raise FrameError("prefill sent a payload that is larger than a slot")
         mark, lent = mark_of(tag), self._lent.check(header.slot)
         if not self._handler.frame(self, header, covered, tag):
             self._wire.skip_payload(header.slot, header.payload_bytes)
@@ -339,11 +356,12 @@ class DataLink:
             self._give_back(header.slot, self._lent.credit(header.slot))
 
     def _give_back(self, slot: int, mark: bytes) -> None:
-        """Collect a credit; several go out in one write, since each write wakes a thread."""
+        """Add a Credit for a slot to those that are sent together: each write wakes a thread of the
+        peer."""
         self._credits.append(_credit(slot, mark))
 
     def _open_window(self, window: bytes) -> None:
-        """prefill: open the window, which makes the slots available."""
+        """At prefill, open decode's window of device memory, which makes the slots available."""
         self._wire.open_window(window)
         with self._wake:
             self._slots.open(SLOTS)
@@ -358,7 +376,7 @@ class DataLink:
         except WireClosed as err:
             self.end(str(err))
         except Exception:
-            log.exception("a hand-off connection failed")
+            log.exception("a hand-off connection failed with an unexpected error and is closed")
             self.end("internal error")
 
     def _next(self) -> bytes | tuple[int, FrameJob] | None:
@@ -370,7 +388,8 @@ class DataLink:
             return work
 
     def _next_work(self) -> bytes | tuple[int, FrameJob] | None:
-        """Return what to write now; None if there is nothing, or if the link has ended."""
+        """Return what the writer thread writes next: control records, or a free slot with the job
+        that builds its frame. None if there is nothing to write or the connection has ended."""
         if self._reason:
             return None
         if self._posted:

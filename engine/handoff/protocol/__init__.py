@@ -1,4 +1,5 @@
-"""The protocol of a KV transfer: its state machine, messages, frames and keys; no I/O."""
+"""The protocol by which a hand-off transfers KV: its state machine, messages, frames and keys; no
+I/O."""
 
 from pdserve.engine.handoff.protocol.frames import (
     FRAME_TYPE,

@@ -1,12 +1,14 @@
-"""Frames: the binary records of a data connection, and the blocks that each frame carries; pure.
+"""Frames, the binary records that carry KV on a data connection, and the blocks in each frame;
+pure.
 
 Every record starts with Prefix (8 bytes). A frame's record is FRAME_BYTES long: header fields, the
-payload's tag, and the header's tag. The payload follows in a way that depends on the transport.
-Decoders raise only FrameError and allocate nothing beyond the bounds given here.
+payload's tag, and the header's tag. How the payload follows depends on the transport. Decoders
+raise only FrameError and allocate nothing beyond the bounds given in this module.
 
-A frame is whole blocks of a run of layers of one group. Physical block ids never travel: a frame
-names absolute tokens. No frame names or writes a block before the first one that the receiver
-requested: those are shared prefix blocks.
+A frame holds whole blocks of adjacent layers of one layer group. It names its blocks by the
+positions of their tokens in the prompt; numbers of pool blocks are never sent. No frame names or
+writes a block before the first one that decode requested: earlier blocks belong to the shared
+prefix cache.
 """
 
 import struct
@@ -34,15 +36,15 @@ FRAME_BYTES = PREFIX_BYTES + FRAME_BODY_BYTES
 
 
 class FrameError(Exception):
-    """Raised for bytes of a peer that the wire format does not allow."""
+    """Raised if bytes from a peer violate the wire format or the protocol."""
 
 
 class OtherVersion(FrameError):
-    """Raised for a record with another version of the wire format."""
+    """Raised if a record has another version of the wire format than this process."""
 
 
 class Prefix(NamedTuple):
-    """The start of every record; `length` counts the bytes after it."""
+    """The first bytes of every record: its type, and the number of bytes after the prefix."""
 
     type: int
     length: int
@@ -66,7 +68,8 @@ class Prefix(NamedTuple):
 
 
 class FrameHeader(NamedTuple):
-    """Describes a payload: whole blocks of a run of layers of one group."""
+    """The header of a frame: which whole blocks, of which adjacent layers of one layer group, its
+    payload holds."""
 
     ticket: bytes
     sequence: int  # unique per ticket; also the nonce of both tags
@@ -79,7 +82,8 @@ class FrameHeader(NamedTuple):
     payload_tag: bytes
 
     def pack(self) -> bytes:
-        """Return prefix and fields, which are exactly what the header's tag covers."""
+        """Return the prefix and the header's fields, exactly the bytes that the header's tag
+        covers."""
         return Prefix(FRAME_TYPE, FRAME_BODY_BYTES).pack() + _FRAME.pack(
             self.ticket,
             self.sequence,
@@ -97,7 +101,8 @@ class FrameHeader(NamedTuple):
 
     @classmethod
     def unpack(cls, record: bytes | memoryview) -> tuple["FrameHeader", bytes, bytes]:
-        """Return (header, the bytes that its tag covers, the tag). Raises FrameError."""
+        """Decode a frame's record; return (header, the bytes that the header's tag covers, the
+        header's tag). Raises FrameError."""
         if len(record) != FRAME_BYTES:
             raise FrameError("a frame header has a wrong length")
         record = bytes(record)
@@ -115,13 +120,14 @@ class FrameHeader(NamedTuple):
 
 
 def renamed(covered: bytes, ticket: bytes) -> bytes:
-    """Return the bytes that the tag of a frame or message would cover if it named another ticket;
-    in both, the ticket's id follows the prefix."""
+    """Return `covered`, the bytes that a record's tag covers, with the ticket's id replaced by
+    `ticket`. Frames and signed messages both have that id right after the prefix."""
     return covered[:PREFIX_BYTES] + ticket + covered[PREFIX_BYTES + ID_BYTES :]
 
 
 def mark_of(record: bytes) -> bytes:
-    """Return MARK_BYTES that differ from those of every other record of the connection."""
+    """Return a record's mark: MARK_BYTES of its tag, which differ for each record of a
+    connection."""
     return record[-TAG_BYTES:][:MARK_BYTES]
 
 
@@ -129,19 +135,19 @@ SLOT_BYTES = 4 << 20  # the largest payload of a frame, unless one block of one 
 
 
 def slot_bytes(spec: KvSpec) -> int:
-    """Bytes of the largest payload of a frame."""
+    """Return the size of the largest payload of a frame, in bytes."""
     return max(SLOT_BYTES, *(g.block_bytes(spec.block_size) for g in spec.groups))
 
 
 class Piece(NamedTuple):
-    """The content of one frame."""
+    """The content of one frame: a range of blocks in a range of layers of one layer group."""
 
     group: int
     layers: range  # within the group
     blocks: range  # logical: block i holds tokens [i * block_size, (i + 1) * block_size)
 
     def overlaps(self, other: "Piece") -> bool:
-        """Return whether the two have a block of a layer in common."""
+        """Return whether the two pieces have a block of a layer in common."""
         return (
             self.group == other.group
             and max(self.layers.start, other.layers.start)
@@ -152,8 +158,8 @@ class Piece(NamedTuple):
 
 
 def cut(spec: KvSpec, group: int, blocks: range, limit: int) -> Iterator[Piece]:
-    """Yield pieces of at most `limit` bytes, or one block, that cover all layers of `blocks`
-    once."""
+    """Cut `blocks` of all layers of a layer group into pieces for frames, and yield them. A piece
+    has at most `limit` bytes, or is one block of one layer if that is larger."""
     layer_group = spec.groups[group]
     block_bytes = layer_group.block_bytes(spec.block_size)
     num_layers = len(layer_group.layers)
@@ -166,7 +172,8 @@ def cut(spec: KvSpec, group: int, blocks: range, limit: int) -> Iterator[Piece]:
 
 
 class Bitmap:
-    """Tracks which (group, layer, block) cells of one prompt are verified and written."""
+    """Tracks which cells of a prompt's KV are verified and written; a cell is one layer of one
+    block."""
 
     def __init__(self, spec: KvSpec, num_tokens: int, first_blocks: Sequence[int]) -> None:
         self._spec = spec
@@ -184,7 +191,8 @@ class Bitmap:
 
     @property
     def missing_blocks(self) -> float:
-        """The missing cells, counted in blocks of all layers."""
+        """Number of blocks that are not written; a block of which some layers are written counts in
+        part."""
         return self._missing / sum(len(g.layers) for g in self._spec.groups)
 
     @property
@@ -193,7 +201,8 @@ class Bitmap:
 
     @property
     def num_leading(self) -> int:
-        """Number of leading blocks that all layers have, or that were not requested."""
+        """Number of blocks from the prompt's start that are complete in all layers, including those
+        that were not requested because decode has them cached."""
         lead = self._end
         for layers, first in zip(self._present, self._first, strict=True):
             present = (1 << first) - 1
@@ -204,25 +213,28 @@ class Bitmap:
         return lead
 
     def piece(self, header: FrameHeader) -> Piece:
-        """Return the piece of a verified header. Raises FrameError if the prompt lacks it."""
+        """Return the piece that a verified header describes. Raises FrameError if the prompt has no
+        such blocks or layers, or if they were not requested."""
         size = self._spec.block_size
         if header.group >= len(self._spec.groups):
-            raise FrameError(f"layer group {header.group} does not exist")
+            raise FrameError(f"the KV layout has no layer group {header.group}")
         group = self._spec.groups[header.group]
         if header.tokens.start % size or header.tokens.stop % size:
-            raise FrameError("the token range does not cover whole blocks")
+            raise FrameError("the frame's token range does not cover whole blocks")
         blocks = range(header.tokens.start // size, header.tokens.stop // size)
         if blocks.start < self._first[header.group] or blocks.stop > self._end:
-            raise FrameError(f"blocks {blocks.start}-{blocks.stop} were not requested")
+            raise FrameError(f"the frame's blocks {blocks.start}-{blocks.stop} were not requested")
         if header.layers.stop > len(group.layers):
-            raise FrameError(f"group {header.group} has only {len(group.layers)} layers")
+            raise FrameError(f"layer group {header.group} has only {len(group.layers)} layers")
         if header.heads != range(group.head_start, group.head_end):
             raise FrameError(
-                f"heads {header.heads.start}-{header.heads.stop} do not match the layout"
+                f"heads {header.heads.start}-{header.heads.stop} do not match the KV layout"
             )
         expected = len(header.layers) * len(blocks) * group.block_bytes(size)
         if header.payload_bytes != expected:
-            raise FrameError(f"the payload has {header.payload_bytes} bytes; expected {expected}")
+            raise FrameError(
+                f"the frame's payload has {header.payload_bytes} bytes; expected {expected}"
+            )
         return Piece(header.group, header.layers, blocks)
 
     def has(self, piece: Piece) -> bool:
@@ -231,7 +243,7 @@ class Bitmap:
         return all(present[layer] & mask == mask for layer in piece.layers)
 
     def touches(self, piece: Piece) -> bool:
-        """Return whether any cell of the piece is present."""
+        """Return whether any cell of the piece is written already."""
         mask = self._mask(piece)
         return any(self._present[piece.group][layer] & mask for layer in piece.layers)
 

@@ -1,10 +1,10 @@
-"""Tags of frames and control messages: keys derived from a ticket's secret, one AES-GMAC per
-record.
+"""The tags that authenticate frames and control messages: one AES-GMAC per record, with keys
+derived from the secret of a ticket.
 
 The secret never travels on the data connection. Each direction has a separate key, and a nonce is
 (domain, sequence): a sequence number is used once per ticket, direction and domain. A resent frame
-is a new record with a new number. Encrypted payloads use a separate domain, so two processes that
-disagree about encryption still never use one nonce for both.
+is a new record with a new number. Encrypted payloads have a separate domain, so no nonce is used
+both to tag and to encrypt, even if the two processes disagree about encryption.
 """
 
 import hmac
@@ -31,7 +31,8 @@ class Domain(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One attempt between two processes. `secret` never travels on the data connection."""
+    """The id and secret of one hand-off attempt, and the two processes that take part in it.
+    `secret` is never sent on the data connection."""
 
     id: bytes
     secret: bytes
@@ -67,7 +68,7 @@ class TagKey:
         return memoryview(self._gcm.encrypt(_nonce(Domain.SEALED, sequence), plain, None))
 
     def unseal(self, sequence: int, sealed: bytes | memoryview, tag: bytes) -> memoryview | None:
-        """Decrypt a payload; return None if this key did not seal it."""
+        """Decrypt a payload; return None if it was not encrypted with this key or was changed."""
         nonce = _nonce(Domain.SEALED, sequence)
         try:
             return memoryview(self._gcm.decrypt(nonce, b"".join((sealed, tag)), None))
@@ -75,13 +76,14 @@ class TagKey:
             return None
 
     def copy_key(self, sequence: int) -> bytes:
-        """Derive the 32-byte key of one frame's hash on a device (kernels/copy_hash.py)."""
+        """Derive the 32-byte key with which a device hashes the payload of the frame `sequence`
+        (kernels/copy_hash.py)."""
         return hmac.digest(self._copy_key, sequence.to_bytes(8, "little"), "sha256")
 
 
 @dataclass(frozen=True, slots=True)
 class TicketKeys:
-    """The keys of both directions of one ticket."""
+    """The keys of both directions of one ticket, to decode and to prefill."""
 
     to_decode: TagKey
     to_prefill: TagKey
@@ -90,17 +92,19 @@ class TicketKeys:
 def verified_payload(
     key: TagKey, sequence: int, payload: memoryview, tag: bytes, sealed: bool
 ) -> memoryview | None:
-    """Return the plain payload, or None if the key's owner did not tag or seal it."""
+    """Check a payload's tag, or decrypt the payload if it is `sealed`, and return the plain bytes.
+    None if the payload was not made with this key or was changed."""
     if sealed:
         return key.unseal(sequence, payload, tag)
     return payload if key.matches(Domain.PAYLOAD, sequence, payload, tag) else None
 
 
 def derive_keys(ticket: Ticket, spec_digest: bytes, identity: bytes) -> TicketKeys:
-    """Derive the keys by HKDF-SHA256 (RFC 5869) from everything that both sides must agree on.
+    """Derive a ticket's keys by HKDF-SHA256 (RFC 5869) from everything that both sides must agree
+    on.
 
     The ticket's id is the salt. Another attempt, boot id, KV layout or KV identity (decode's
-    digest) gives other keys, so frames made with them fail verification.
+    digest) gives other keys, so frames and messages signed with them fail verification.
     """
     parts = (ticket.attempt, ticket.prefill_boot, ticket.decode_boot, spec_digest, identity)
     info = b"pdserve hand-off 1" + b"".join(len(p).to_bytes(2, "little") + p for p in parts)

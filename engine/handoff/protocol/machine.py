@@ -44,7 +44,8 @@ class Phase(Enum):
 
 
 class Action(Enum):
-    """What the Sender or Receiver does after a step, in the given order."""
+    """What the Sender or Receiver does after a step of the machine; actions run in the returned
+    order."""
 
     QUEUE_CLAIM = "queue_claim"  # receive: wait for blocks in the ClaimQueue
     SEND_CLAIM = "send_claim"
@@ -64,42 +65,43 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """receive: the Claim arrived."""
+    """Event at decode: prefill's Claim arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """send: the engine allocated the blocks of the whole prompt."""
+    """Event at prefill: the engine allocated the blocks of the whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """receive: the engine allocated the blocks."""
+    """Event at decode: the engine allocated the blocks that the Claim asks for."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimGranted:
-    """send: decode granted the Claim and named the first blocks to send."""
+    """Event at prefill: decode granted the Claim and named the first blocks to send."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """receive: the local bitmap is complete; send: decode's Complete arrived."""
+    """Event on both sides: decode has all blocks. At decode, its bitmap is complete; at prefill,
+    decode's Complete arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A byte arrived from the peer at `at`."""
+    """Event: a byte from the peer arrived at time `at`."""
 
     at: float
 
 
 @dataclass(frozen=True, slots=True)
 class PeerProgress:
-    """The peer's engine thread reported its liveness counter.
+    """Event: a Progress message with the liveness counter of the peer's engine thread arrived.
 
-    The counter moves with every turn of that thread, and within a step for as long as the step may
-    take (engine/thread.py).
+    The counter changes with every iteration of that thread, and during a step for as long as the
+    step may take (engine/thread.py).
     """
 
     at: float
@@ -108,12 +110,14 @@ class PeerProgress:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """Event: time has passed, so the machine checks the deadline and whether the peer is silent or
+    frozen."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffEnded:
-    """The attempt ends. `peer_notified`: the peer already knows or is unreachable."""
+    """Event: the attempt ends for `reason`. `peer_notified`: the peer already knows or is
+    unreachable, so no Abort is sent."""
 
     reason: str
     peer_notified: bool = False
@@ -129,7 +133,7 @@ FINAL = (Phase.COMMITTED, Phase.RELEASED)
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """The state of one attempt on one side."""
+    """The state of one hand-off attempt on one side; immutable."""
 
     side: Side
     deadline: float  # absolute; inf means none
@@ -145,24 +149,25 @@ class Handoff:
 
     @property
     def holds(self) -> bool:
-        """Whether this side holds blocks for the attempt."""
+        """Whether this side has blocks allocated for the attempt."""
         if self.side is Side.SEND:
             return self.phase in (Phase.CLAIMED, Phase.RECEIVING)
         return self.phase is Phase.RECEIVING
 
     @property
     def promised(self) -> bool:
-        """receive: whether the attempt's promise is counted."""
+        """Whether decode still counts the attempt's promised blocks; always false at prefill."""
         return self.side is Side.RECEIVE and self.phase in (Phase.ADMITTED, Phase.CLAIMED)
 
     @property
     def linked(self) -> bool:
-        """Whether the attempt has a connection on which both sides send Progress."""
+        """Whether the attempt is in a phase in which both sides send Progress on its connection."""
         return self.phase in (Phase.CLAIMED, Phase.RECEIVING)
 
 
 def step(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
-    """Return the next state and the actions to carry out; any event is allowed in any state."""
+    """Return the state of an attempt after `event` and the actions to carry out. Any event is
+    allowed in any state."""
     if state.final:
         late = (Action.COUNT_STALE,) if not isinstance(event, Tick | Heard | PeerProgress) else ()
         return state, (*late, Action.SEND_GONE) if isinstance(event, Claimed) else late
@@ -182,7 +187,8 @@ def step(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
 
 
 def _advance(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
-    """Take the downward steps of the drawing; any other event is a duplicate or stale."""
+    """Move to the next row of the drawing if the event leads there; any other event is a duplicate
+    or late, and is only counted."""
     match state.side, state.phase, event:
         case Side.RECEIVE, Phase.ADMITTED, Claimed():
             return _linked(state, now), (Action.QUEUE_CLAIM,)

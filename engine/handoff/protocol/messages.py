@@ -1,5 +1,5 @@
-"""The bounded control messages of a data connection; those about an attempt carry a tag. Before the
-first Claim, decode compares what both sides must agree on.
+"""The control messages of a data connection, of bounded size. Messages about an attempt carry a
+tag; before the first Claim, decode compares what both sides must agree on.
 
 Prefill sends Hello, and decode answers Welcome or Refused. Per attempt, prefill sends Claim and
 decode answers Granted or Gone; until the attempt ends, Computed, Ack, Nack, Progress, Complete and
@@ -42,7 +42,8 @@ SIDES = ("at decode", "at prefill")
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """prefill -> decode, first message. `spec`: the encoded KvSpec, to say what differs."""
+    """The first message on a connection, from prefill to decode: who prefill is and what its KV is
+    like. `spec` is the encoded KvSpec, so that decode can say what differs."""
 
     TYPE: ClassVar[int] = 2
     prefill_boot: bytes
@@ -55,7 +56,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """decode -> prefill. `proof` shows that decode sees what prefill put into the window."""
+    """Decode's answer to Hello: it accepts the connection. `proof` holds bytes that prefill put
+    into the transport's window, which shows that decode can read them."""
 
     TYPE: ClassVar[int] = 3
     proof: bytes
@@ -69,7 +71,8 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """decode -> prefill: the ticket's attempt is unknown or has ended."""
+    """From decode to prefill: decode does not know the ticket's attempt, or the attempt has
+    ended."""
 
     TYPE: ClassVar[int] = 5
     ticket: bytes
@@ -77,7 +80,8 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """decode -> prefill: decode no longer needs the frame with this mark, so its slot is free."""
+    """From decode to prefill: decode no longer needs the frame with this mark, so its slot is
+    free."""
 
     TYPE: ClassVar[int] = 6
     slot: int
@@ -86,7 +90,8 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class SlotWindow:
-    """decode -> prefill, after a genuine Claim: how to open the window of a device."""
+    """From decode to prefill, after the first verified Claim: the data with which prefill opens
+    decode's window of device memory."""
 
     TYPE: ClassVar[int] = 7
     data: bytes
@@ -94,7 +99,8 @@ class SlotWindow:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """prefill -> decode: prefill holds blocks for `num_tokens` tokens and requests as many."""
+    """From prefill to decode: prefill has blocks for `num_tokens` tokens and requests blocks for as
+    many."""
 
     TYPE: ClassVar[int] = 16
     num_tokens: int
@@ -103,7 +109,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """decode -> prefill: the first logical block to send, per layer group."""
+    """From decode to prefill: the Claim's blocks are reserved. For each layer group, the first
+    logical block to send."""
 
     TYPE: ClassVar[int] = 17
     first_blocks: tuple[int, ...]
@@ -111,7 +118,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """prefill -> decode: the last chunk is computed; only transfer remains."""
+    """From prefill to decode: the prompt's last chunk is computed; only the transfer remains."""
 
     TYPE: ClassVar[int] = 18
     cached_tokens: int  # from prefill's own prefix cache
@@ -119,7 +126,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """decode -> prefill: these frames are verified and written."""
+    """From decode to prefill: the frames with these sequence numbers are verified and written."""
 
     TYPE: ClassVar[int] = 19
     sequences: tuple[int, ...]
@@ -127,7 +134,7 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Nack:
-    """decode -> prefill: the frame's payload did not match its tag."""
+    """From decode to prefill: a frame did not match its tag, so prefill must send it again."""
 
     TYPE: ClassVar[int] = 20
     sequence: int
@@ -135,8 +142,8 @@ class Nack:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Both ways, every 100 ms from Claim to the last acknowledgement: the liveness counter of the
-    sender's engine thread, and whether its step has only rows of other requests."""
+    """From both sides, every 100 ms from Claim to the attempt's end: the liveness counter of the
+    sending process's engine thread, and whether its present step computes only other requests."""
 
     TYPE: ClassVar[int] = 21
     liveness: int
@@ -145,14 +152,15 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """decode -> prefill: every block is present and verified. It acknowledges all frames."""
+    """From decode to prefill: all blocks are written and verified. It acknowledges all frames."""
 
     TYPE: ClassVar[int] = 22
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Both ways: the attempt has ended at the process that sends this."""
+    """From either side: the attempt has ended in the process that sends this message, for
+    `reason`."""
 
     TYPE: ClassVar[int] = 23
     reason: str
@@ -164,7 +172,7 @@ Body = Claim | Granted | Computed | Ack | Nack | Progress | Complete | Abort
 
 @dataclass(frozen=True, slots=True)
 class Signed:
-    """A message about an attempt whose tag is not checked yet."""
+    """A decoded message about an attempt; its tag is not checked until `genuine` is called."""
 
     ticket: bytes
     sequence: int
@@ -182,19 +190,20 @@ _ENVELOPE = struct.Struct("<16sQ")
 
 
 def encode(message: Plain) -> bytes:
-    """Encode an untagged message as a whole record. Raises FrameError if it is too long."""
+    """Encode a message that needs no tag as a whole record. Raises FrameError if it is too long."""
     return _record(message.TYPE, _pack(message))
 
 
 def sign(body: Body, ticket: bytes, sequence: int, key: TagKey) -> bytes:
-    """Encode a message about an attempt as a record with its tag. Raises FrameError if too long."""
+    """Encode a message about an attempt as a whole record with its tag. Raises FrameError if it is
+    too long."""
     content = _ENVELOPE.pack(ticket, sequence) + _pack(body)
     covered = _record(body.TYPE, content, TAG_BYTES)
     return covered + key.tag(Domain.CONTROL, sequence, covered)
 
 
 def decode(record: bytes) -> Message:
-    """Decode a whole record, prefix included. Raises FrameError."""
+    """Decode a whole control record, including its prefix. Raises FrameError if it is malformed."""
     prefix = Prefix.unpack(record[:PREFIX_BYTES])
     if len(record) != PREFIX_BYTES + prefix.length:
         raise FrameError("the record's length does not match its prefix")
@@ -207,7 +216,7 @@ def decode(record: bytes) -> Message:
             plain: Plain = codec.unpack(body)
             return plain
         if len(body) < _ENVELOPE.size + TAG_BYTES:
-            raise FrameError("a message is too short")
+            raise FrameError("a signed message is too short")
         ticket, sequence = _ENVELOPE.unpack_from(body)
         content = codec.unpack(body[_ENVELOPE.size : -TAG_BYTES])
         return Signed(ticket, sequence, content, record[:-TAG_BYTES], record[-TAG_BYTES:])
@@ -218,7 +227,7 @@ def decode(record: bytes) -> Message:
 def _record(kind: int, content: bytes, extra: int = 0) -> bytes:
     length = len(content) + extra
     if length > MAX_CONTROL_BYTES:
-        raise FrameError(f"the message is too long: {length} bytes")
+        raise FrameError(f"a message has {length} bytes; the limit is {MAX_CONTROL_BYTES}")
     return Prefix(kind, length).pack() + content
 
 
@@ -243,7 +252,7 @@ def _fixed(cls: Any, layout: str, *names: str) -> _Codec:
 def _text(cls: Any) -> _Codec:
     def unpack(data: bytes) -> Any:
         if len(data) > MAX_REASON_BYTES:
-            raise FrameError("the reason is too long")
+            raise FrameError("the reason in a message is too long")
         return cls(data.decode())
 
     return _Codec(
@@ -301,7 +310,8 @@ _CODECS: dict[int, _Codec] = {
 
 @dataclass(frozen=True, slots=True)
 class HandoffCompatibility:
-    """What one process requires of its peers."""
+    """What a decode process requires of a prefill process: KV identity, KV layout and
+    encryption."""
 
     identity: KvIdentity
     spec: KvSpec
@@ -309,7 +319,8 @@ class HandoffCompatibility:
     encrypted: bool
 
     def refusal(self, hello: Hello) -> str:
-        """Return a difference that is not accepted; empty if there is none. Raises FrameError."""
+        """Return the first difference for which decode must refuse the peer; empty if the peer is
+        compatible. Raises FrameError if the Hello is malformed."""
         if hello.encrypted != self.encrypted:
             local, remote = ("on" if x else "off" for x in (self.encrypted, hello.encrypted))
             return f"KV encryption {local} at decode, {remote} at prefill (--encrypt-kv)"
@@ -323,6 +334,7 @@ class HandoffCompatibility:
         return spec_difference(self.spec, peer_spec, SIDES)
 
     def other_identity(self, hello: Hello) -> bytes:
-        """Return the digest of the peer's KV identity; empty if it equals the local one."""
+        """Return the digest of the peer's KV identity; empty if it is the same as the local
+        identity."""
         digest = hello.identity.digest
         return digest if digest != self.identity.digest else b""

@@ -1,11 +1,8 @@
-"""Checks the event logs of processes against the machine that they run, by replaying each side of
-an attempt; pure.
+"""Checks the event logs of processes against the state machine that they run, by replaying each
+side of every hand-off attempt; pure.
 
-Every `take` yields the rules that the record breaks. An attempt whose older records are overwritten
-or damaged is only checked step by step.
-
-Phases and actions of every record must be those of
-machine.step. In addition:
+An attempt whose older records are overwritten or damaged is only checked step by step. The phases
+and actions of every record must be those of machine.step. In addition:
 
 - blocks are taken once, and freed or handed to the sequence once, when the machine says so;
   no frame is sent or written while the side has no blocks; an orderly end leaves nothing alive
@@ -14,8 +11,8 @@ machine.step. In addition:
   before Granted, receive's Filled before send's; a frame was sent before it is written, with no
   fewer cells; one process sends an attempt and one receives it
 - a router opens an attempt before decode has it, and closes it once
-- a follower (services/decode/single_flight) is handed no KV, its wait ends once, and no follower
-  waits at an orderly end
+- a follower (an attempt that waits for the KV of another one, services/decode/single_flight) is
+  handed no KV, its wait ends once, and no follower waits at an orderly end
 
 Records that were overwritten, or never written because a process died, are no violation: rules that
 need them are not applied to their attempt.
@@ -73,10 +70,11 @@ Sides = dict[str, dict[int, list[Entry]]]  # by side and recording
 
 
 class Replay:
-    """Replays the entries of one side in order, including the first one.
+    """Replays the records of one attempt on one side, in order, from its `first` entry, and checks
+    them against the state machine.
 
-    `has_all_records`: the recording has every record of the attempt. `begins`: an attempt may begin
-    with the first entry, given what the recording has lost.
+    `has_all_records`: the recording has every record of the attempt. `begins`: the attempt's
+    records may begin with `first`, since it opens the attempt or the recording has lost records.
     """
 
     def __init__(self, recording: Recording, first: Entry) -> None:
@@ -95,7 +93,7 @@ class Replay:
         self._cells = 0
 
     def take(self, entry: Entry) -> Iterator[str]:
-        """Process the next record and yield the rules that it breaks."""
+        """Process the next record of the attempt and yield each rule that it breaks."""
         self._last = entry
         record = entry.record
         if record.event is not None:
@@ -104,10 +102,11 @@ class Replay:
             yield from self._check_kind(entry)
 
     def end(self, engine_sequence: int, orderly: bool) -> Iterator[tuple[Entry, str]]:
-        """Yield what is missing at the end of the recording.
+        """Yield each rule that is broken when the recording ends: missing records, an attempt that
+        is not over.
 
         `engine_sequence`: sequence of the last record that the engine thread made. `orderly`: the
-        process ended in order.
+        process recorded its own end, so it did not crash.
         """
         if not self.has_all_records:
             return
@@ -142,7 +141,8 @@ class Replay:
             yield from self._record_owed(actions, entry)
 
     def _input(self, record: Record, now: float) -> tuple[Handoff, Event]:
-        """Return the state and event that the process had, as far as the step depends on them."""
+        """Return the state and the event that the process passed to `machine.step`, as far as the
+        result depends on them."""
         reason = self._recording.reason(record.detail)
         state = replace(self.state, deadline=INF, heard=now, moved=now)
         if record.event is Tick:
@@ -161,7 +161,8 @@ class Replay:
         return state, event
 
     def _too_early(self, record: Record, at_ns: int) -> Iterator[str]:
-        """Yield if a tick found an end that could not have been reached yet."""
+        """Yield a broken rule if a tick ended the attempt for a silent peer, a frozen peer or the
+        deadline before this could have been the case."""
         reason = self._recording.reason(record.detail)
         linked_s = (at_ns - self._linked_ns) / 1e9 + SLACK_S
         if record.event is not Tick or not self.has_all_records:
@@ -177,7 +178,8 @@ class Replay:
                 yield "the deadline had not passed"
 
     def _record_owed(self, actions: Actions, entry: Entry) -> Iterator[str]:
-        """Note what the process must now do with the blocks, and yield if it cannot."""
+        """Note which record about the blocks must follow a step (freed or handed to the sequence).
+        Yield a broken rule if the attempt has no blocks, or was committed without all cells."""
         owed = [OWED_RECORDS[action] for action in actions if action in OWED_RECORDS]
         if owed and not self._has_blocks:
             yield "the attempt has no blocks"
@@ -225,7 +227,8 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A record that breaks a rule, with text lines about the attempt's records around it."""
+    """A record that breaks a rule, with the attempt's records before and after it as lines of
+    text."""
 
     attempt: bytes
     rule: str
@@ -237,7 +240,8 @@ class Violation:
 
 
 def check(recordings: Iterable[Recording]) -> list[Violation]:
-    """Return every violation; empty if these processes did what the machine says."""
+    """Return every violation in the recordings; empty if the processes did what the state machine
+    says."""
     timeline = merge(recordings)
     ends = [_end(recording) for recording in timeline.recordings]
     violations = []
@@ -250,7 +254,8 @@ def check(recordings: Iterable[Recording]) -> list[Violation]:
 
 
 def _end(recording: Recording) -> tuple[int, bool]:
-    """Return (sequence of the engine thread's last record, whether the process ended cleanly)."""
+    """Return (sequence of the engine thread's last record, whether the process recorded its own
+    end)."""
     for record in reversed(recording.records):
         if record.event is not None or record.kind in BY_ENGINE:
             return record.sequence, recording.records[-1].kind is RecordKind.END
@@ -279,7 +284,7 @@ def _by_side(entries: Sequence[Entry]) -> Sides:
 def _check_sides(
     timeline: Timeline, sides: Sides, ends: Sequence[tuple[int, bool]]
 ) -> Iterator[BrokenRule]:
-    """Check each side in each process separately."""
+    """Yield the rules that the records of each side break, in each process separately."""
     for side, sources in sides.items():
         for source, entries in sources.items():
             recording = timeline.recordings[source]
@@ -302,7 +307,8 @@ def _check_sides(
 
 
 def _opened_and_closed(recording: Recording, entries: Sequence[Entry]) -> Iterator[BrokenRule]:
-    """Check that OPENED comes once, then CLOSED once."""
+    """Yield a broken rule unless an attempt has one OPENED record and then at most one CLOSED
+    record."""
     if recording.damaged:
         return
     opened = closed = False
@@ -320,7 +326,8 @@ def _opened_and_closed(recording: Recording, entries: Sequence[Entry]) -> Iterat
 
 
 def _check_pairs(timeline: Timeline, sides: Sides) -> Iterator[BrokenRule]:
-    """Check what the sides say about each other."""
+    """Yield the rules broken between sides: what one side learns from another, the other did
+    before."""
     for entries in sides.get(FOLLOW, {}).values():
         if RECEIVE in sides:
             yield entries[0], "a follower that waits for another attempt's KV was handed KV"
@@ -343,7 +350,8 @@ def _check_pairs(timeline: Timeline, sides: Sides) -> Iterator[BrokenRule]:
 
 
 def _complete(timeline: Timeline, sides: Sides, side: str) -> list[Entry] | None:
-    """Return the entries of a side in a process that has all of them; None if none has."""
+    """Return the entries of a side from a process that recorded all of them; None if no process
+    did."""
     for entries in sides.get(side, {}).values():
         if entries[0].record.kind is RecordKind.OPENED and not timeline.of(entries[0]).damaged:
             return entries
@@ -355,7 +363,8 @@ def _first(entries: Sequence[Entry], event: str) -> Entry | None:
 
 
 def _frames(timeline: Timeline, sides: Sides) -> Iterator[BrokenRule]:
-    """Check that a frame is written after it was sent."""
+    """Yield a broken rule for each frame that was written before it was sent, never sent, or too
+    large."""
     sent = _complete(timeline, sides, SEND)
     written = _complete(timeline, sides, RECEIVE)
     if sent is None or written is None:

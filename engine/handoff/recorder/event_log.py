@@ -41,7 +41,8 @@ MAX_ARGUMENT = (1 << 32) - 1  # of a deadline: none
 
 
 class RecordKind(IntEnum):
-    """Events other than steps of the machine; in parentheses: detail (modulo 2^16), argument."""
+    """Kinds of records that are no step of the state machine. The comment of each kind says, in
+    parentheses, what its detail (modulo 2^16) and its argument hold."""
 
     OPENED = 128  # a side has the attempt (blocks promised, ms to its deadline); a router's route
     #               has (which try, number of the request); a follower's wait has (blocks awaited,
@@ -87,7 +88,7 @@ _CHECK = struct.Struct("<I")
 
 
 class Record(NamedTuple):
-    """One unpacked record; `time_ns` counts from the epoch of its ring."""
+    """One decoded record of the event log; `time_ns` counts from the epoch of its ring file."""
 
     time_ns: int
     code: int
@@ -99,12 +100,12 @@ class Record(NamedTuple):
 
     @property
     def event(self) -> type | None:
-        """The class of the machine's event; None if the record has a RecordKind."""
+        """The class of the state machine's event; None if the record is no step of the machine."""
         return EVENTS[self.code] if self.code < len(EVENTS) else None
 
     @property
     def kind(self) -> RecordKind | None:
-        """The RecordKind; None if the record is a step of the machine."""
+        """The RecordKind; None if the record is a step of the state machine."""
         return RecordKind(self.code) if self.code >= RecordKind.OPENED else None
 
     @property
@@ -121,7 +122,7 @@ class Record(NamedTuple):
 
     @property
     def actions(self) -> Actions:
-        """The actions of a machine event, in the order of Action."""
+        """The actions of the recorded step of the state machine, in the order of Action."""
         return tuple(a for n, a in enumerate(ACTIONS) if self.argument >> n & 1)
 
 
@@ -134,14 +135,15 @@ def pack(
     detail: int,
     argument: int,
 ) -> bytes:
-    """Return the RECORD_BYTES bytes of a Record; of `attempt`, only eight bytes are kept."""
+    """Encode a record in RECORD_BYTES bytes, with its checksum; only eight bytes of `attempt` are
+    kept."""
     time_and_code = time_ns << 8 | code
     body = _BODY.pack(time_and_code, attempt, sequence & 0xFFFFFFFF, state, detail, argument)
     return body + _CHECK.pack(crc32(body))
 
 
 def unpack(data: bytes) -> Record | None:
-    """Invert `pack`; return None if the record is torn, damaged or was never written."""
+    """Decode a record; return None if it is torn, damaged or was never written."""
     body = data[: _BODY.size]
     if len(data) != RECORD_BYTES or crc32(body) != _CHECK.unpack_from(data, _BODY.size)[0]:
         return None
@@ -156,7 +158,8 @@ def unpack(data: bytes) -> Record | None:
 
 
 def action_bits(actions: Actions) -> int:
-    """Return the argument of a machine event's record."""
+    """Return the actions of a step as the argument of its record: one bit per action, in Action's
+    order."""
     bits = 0
     for action in actions:
         bits |= _BIT[id(action)]
@@ -165,7 +168,8 @@ def action_bits(actions: Actions) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The event log of one process, as far as its ring still holds it."""
+    """The event log of one process, as read from its ring file: the newest records, and how many
+    are lost."""
 
     role: str
     boot: bytes  # id of this start of the process
@@ -182,23 +186,24 @@ class Recording:
         return f"{self.role}-{self.boot.hex()[:6]}"
 
     def reason(self, detail: int) -> str:
-        """Return the text that a record's detail names."""
+        """Return the text of the reason whose number is in a record's detail."""
         number = detail & ~PEER_NOTIFIED
         return self.reasons[number] if number < len(self.reasons) else "?"
 
 
 class RecordSink(Protocol):
-    """Stores records; any thread may call it."""
+    """Where an EventLog stores its records, such as a ring file; any thread may call it."""
 
     def append(self, code: int, attempt: bytes, state: int, detail: int, argument: int) -> None:
         """Add a record with the next sequence number and the current time."""
 
     def reason_number(self, text: str) -> int:
-        """Return the number of a reason in this sink, which is below PEER_NOTIFIED."""
+        """Return the number by which records of this sink name the reason `text`; it is below
+        PEER_NOTIFIED."""
 
 
 class EventLog:
-    """Writes the records of a process; without a sink it does nothing."""
+    """Writes the hand-off records of one process to a sink; without a sink it does nothing."""
 
     def __init__(self, sink: RecordSink | None = None) -> None:
         self._sink = sink
@@ -206,7 +211,8 @@ class EventLog:
     def step(
         self, attempt: bytes, event: Event, before: Handoff, after: Handoff, actions: Actions
     ) -> None:
-        """Record a step of the machine, before its actions are carried out."""
+        """Record a step of an attempt's state machine; call it before the step's actions are
+        carried out."""
         sink = self._sink
         if sink is None or not (actions or before.phase is not after.phase):
             return
@@ -222,7 +228,8 @@ class EventLog:
     def record(
         self, kind: RecordKind, attempt: bytes, state: Handoff, detail: int = 0, argument: int = 0
     ) -> None:
-        """Record something besides the machine's steps, in the attempt's present phase."""
+        """Record an event of an attempt that is no step of the state machine, in the attempt's
+        present phase."""
         if self._sink is not None:
             phase = _PHASE[id(state.phase)] * 65  # before and after are the same
             side_and_phase = _SIDE[id(state.side)] | phase
@@ -230,17 +237,20 @@ class EventLog:
             self._sink.append(kind, attempt, side_and_phase, detail & MAX_DETAIL, bounded)
 
     def route(self, attempt: bytes, number: int, request: int) -> None:
-        """Record that the router begins try `number` of its request number `request`."""
+        """Record that the router begins an attempt: try `number` of its request number
+        `request`."""
         if self._sink is not None:
             try_number, request_number = number & MAX_DETAIL, request & MAX_ARGUMENT
             self._sink.append(RecordKind.OPENED, attempt, _ROUTE, try_number, request_number)
 
     def unroute(self, attempt: bytes, reason: str) -> None:
-        """Record that the router is done with the attempt; `reason`: why it is lost, if it is."""
+        """Record that the router is done with an attempt. `reason`: why the attempt failed; empty
+        if it did not."""
         self._close(attempt, _ROUTE, reason)
 
     def follow(self, attempt: bytes, blocks: int, leader: bytes) -> None:
-        """Record that decode makes the attempt wait for `blocks` blocks of the attempt `leader`."""
+        """Record that decode makes an attempt wait for `blocks` blocks that the attempt `leader`
+        computes."""
         if self._sink is not None:
             leader_prefix = int.from_bytes(leader[:4], "big")
             self._sink.append(
@@ -248,7 +258,7 @@ class EventLog:
             )
 
     def unfollow(self, attempt: bytes, reason: str) -> None:
-        """Record that the wait for another attempt is over."""
+        """Record that an attempt no longer waits for another attempt's blocks, and the reason."""
         self._close(attempt, _FOLLOW, reason)
 
     def _close(self, attempt: bytes, side: int, reason: str) -> None:
@@ -258,7 +268,7 @@ class EventLog:
 
 
 class Entry(NamedTuple):
-    """A record in its place among the records of all processes."""
+    """A record with its time on the common clock and the recording that it comes from."""
 
     at_ns: int
     source: int  # index of its recording
@@ -267,7 +277,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All records of some recordings, in order of time."""
+    """The records of several processes in one order of time."""
 
     recordings: tuple[Recording, ...]
     entries: tuple[Entry, ...]
@@ -277,7 +287,8 @@ class Timeline:
         return self.recordings[entry.source]
 
     def attempts(self) -> dict[bytes, list[Entry]]:
-        """Return the entries by attempt (its first eight bytes), the oldest attempt first."""
+        """Return the entries of each attempt, by the first eight bytes of its id, oldest attempt
+        first."""
         by_attempt: dict[bytes, list[Entry]] = {}
         for entry in self.entries:
             if entry.record.code != RecordKind.END:
@@ -286,7 +297,7 @@ class Timeline:
 
 
 def merge(recordings: Iterable[Recording]) -> Timeline:
-    """Merge recordings, each with its records in order, into one timeline."""
+    """Merge the recordings of several processes, each already in order, into one timeline."""
     all_recordings = tuple(recordings)
     one_host = len({recording.host for recording in all_recordings}) < 2
     entries = [

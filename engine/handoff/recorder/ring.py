@@ -1,5 +1,5 @@
-"""A ring of records in a memory-mapped file that survives SIGKILL (event_log.py defines the
-record).
+"""A ring file: the newest event log records of a process, in a memory-mapped file that survives
+SIGKILL (event_log.py defines the record).
 
     0      magic "PDSVRING", version, vocabulary, capacity, epoch, wall, boot, host, role, check
     112    position: the sequence of the newest record that is whole
@@ -56,14 +56,15 @@ _EMPTY = bytes(RECORD_BYTES)
 
 
 class RingError(Exception):
-    """Raised if a file is not a readable ring; the message names the file and the reason."""
+    """Raised if a file cannot be read as a ring; the message names the file and the reason."""
 
 
 class Ring:
-    """Writes a ring. Any thread may append; one lock orders the records, so times never decrease.
+    """Writes a process's ring file. Any thread may append; one lock orders the records, so that
+    their times never decrease.
 
-    Raises OSError if the file cannot be created or its bytes cannot be allocated at once: a page
-    that is missing later would kill the process.
+    Raises OSError if the file cannot be created or its bytes cannot all be allocated at once:
+    writing to a page that is missing later would kill the process.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Ring:
             return number
 
     def close(self) -> None:
-        """Record that the process ends in order. Later records are dropped."""
+        """Record that the process ends in order, and close the file. Later records are dropped."""
         self.append(RecordKind.END, b"", 0, 0, 0)
         with self._lock:
             if not self._map.closed:
@@ -140,7 +141,8 @@ class Ring:
 
 
 def host_boot() -> bytes:
-    """Return the 16-byte id of the running kernel, whose processes share a monotonic clock."""
+    """Return the 16-byte id of the running kernel; processes with the same id share a monotonic
+    clock."""
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text()
         return bytes.fromhex(text.strip().replace("-", ""))[:ID_BYTES]
@@ -149,10 +151,11 @@ def host_boot() -> bytes:
 
 
 def open_ring(folder: str, role: str, boot: bytes, megabytes: int) -> Ring | None:
-    """Create the ring of a process in `folder`, which is created if missing, and remove all except
-    the newest rings of dead processes.
+    """Create the ring file of this process in `folder`, which is created if missing, and remove the
+    oldest rings of dead processes.
 
-    Return None without a folder or a size, and also, with a warning, if the ring cannot be created.
+    Return None if `folder` is empty or `megabytes` is 0, and also, with a warning in the log, if
+    the file cannot be created.
     """
     if not folder or not megabytes:
         return None
@@ -169,7 +172,8 @@ def open_ring(folder: str, role: str, boot: bytes, megabytes: int) -> Ring | Non
 
 
 def sweep(folder: Path) -> None:
-    """Remove the rings of this user's dead processes, except the newest MAX_DEAD_RINGS."""
+    """Remove the ring files of this user's dead processes from a folder, except the newest
+    MAX_DEAD_RINGS."""
     dead: list[tuple[float, Path]] = []
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(OSError):
@@ -187,7 +191,7 @@ def sweep(folder: Path) -> None:
 
 
 def read_ring(path: Path) -> Recording:
-    """Read a ring whose writer may be alive or dead. Raises RingError."""
+    """Read a ring file, whether its process is alive or dead. Raises RingError."""
     if path.exists() and not path.is_file():
         raise RingError(f"{path}: the path is not a regular file")
     try:
@@ -202,9 +206,9 @@ def read_ring(path: Path) -> Recording:
 
 
 def read_rings(paths: Iterable[Path]) -> list[Recording]:
-    """Read several rings as they were at one moment, even while their processes write. Records of
-    this host made after the call began are left out, so every record comes with its cause. Raises
-    RingError."""
+    """Read several ring files as they were at one moment, even while their processes write. Records
+    of this host that are newer than the call are left out, so that no record is returned without
+    the one that caused it. Raises RingError."""
     now, local_host = time.monotonic_ns(), host_boot()
     recordings = []
     for recording in map(read_ring, paths):
@@ -218,9 +222,9 @@ def read_rings(paths: Iterable[Path]) -> list[Recording]:
 
 
 def parse_ring(data: bytes) -> Recording:
-    """Parse a ring; a truncated one has fewer records. Raises RingError."""
+    """Parse the bytes of a ring file; a truncated file gives fewer records. Raises RingError."""
     if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
-        raise RingError("the file is not a ring")
+        raise RingError("the file is not a ring of hand-off records")
     head = data[: _HEADER.size]
     _, version, vocabulary, capacity, epoch, wall, boot, host, role = _HEADER.unpack(head)
     if crc32(head) != _CHECK.unpack_from(data, _HEADER.size)[0]:

@@ -1,9 +1,10 @@
-"""Turns a timeline of a real run into a scenario of the cluster simulation; pure.
+"""Turns the timeline of a real run into a scenario for the cluster simulation; pure.
 
-The simulation (tests/simulation) is another, smaller cluster with different tokens, so the scenario
-is not the run itself. It has as many requests at the same times, with prompts of as many blocks.
-Each event that ended an attempt becomes the most similar fault, at the request and phase that it
-hit. A dying process ends several attempts, so there is one fault for each kind and second.
+The simulation (tests/simulation) is another, smaller cluster with different tokens, so a scenario
+imitates a run and does not repeat it. It has as many requests at the same times, with prompts of as
+many blocks, up to MAX_BLOCKS. Each event that ended an attempt becomes the most similar fault of
+the simulation, at the request and phase that it hit. A dying process ends several attempts, so
+faults of the same kind within one second become one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,7 @@ SILENT = {Side.RECEIVE.value: "SIGSTOP prefill", Side.SEND.value: "SIGSTOP decod
 
 
 def scenario(timeline: Timeline, attempts: Mapping[bytes, Sequence[Entry]]) -> dict[str, Any]:
-    """Return the scenario of these attempts, made of plain values that can be written as JSON."""
+    """Return the scenario of these attempts as plain values that can be written as JSON."""
     requests = _requests(attempts)
     first = min((tries[0][0].at_ns for tries in requests.values()), default=0)
     owners = _owners(requests)
@@ -82,7 +83,8 @@ def _processes(timeline: Timeline, role: str) -> int:
 
 
 def _requests(attempts: Mapping[bytes, Sequence[Entry]]) -> dict[str, list[Sequence[Entry]]]:
-    """Group the tries by request; an attempt that no router recorded is a separate request."""
+    """Group the attempts by the request that they try to serve: request name -> tries. An attempt
+    that no router recorded is a separate request."""
     requests: dict[str, list[Sequence[Entry]]] = {}
     for attempt, entries in attempts.items():
         opened = [
@@ -94,7 +96,8 @@ def _requests(attempts: Mapping[bytes, Sequence[Entry]]) -> dict[str, list[Seque
 
 
 def _owners(requests: Mapping[str, Sequence[Sequence[Entry]]]) -> dict[str, str]:
-    """Map each request to the one whose prompt it has: itself, or the one that it followed."""
+    """Map each request to the request whose prompt it shares: the one whose blocks it waited for,
+    or itself."""
     names = {t[0].record.attempt[:4]: name for name, tries in requests.items() for t in tries}
     owners: dict[str, str] = {}
     for name, tries in requests.items():
@@ -109,7 +112,8 @@ def _owners(requests: Mapping[str, Sequence[Sequence[Entry]]]) -> dict[str, str]
 def _scenario_request(
     name: str, at_s: float, owner: str, tries: Sequence[Sequence[Entry]]
 ) -> dict[str, Any]:
-    """Return one request of the scenario; `tries` are those of the owner of its prompt."""
+    """Return one request of the scenario. `owner` is the request whose prompt it shares, and
+    `tries` are the attempts of that owner."""
     block_counts = [e.record.detail for t in tries for e in t if e.record.kind is RecordKind.TAKEN]
     length = BLOCK * min(max([1, *block_counts]), MAX_BLOCKS)
     seed = crc32(owner.encode())
@@ -119,7 +123,8 @@ def _scenario_request(
 
 
 def _fault(timeline: Timeline, entries: Sequence[Entry]) -> tuple[str, Entry]:
-    """Return (the fault that ended an attempt or "", the entry that shows it)."""
+    """Return (the simulation's name of the fault that ended an attempt, the entry that shows it);
+    the name is empty if no fault did."""
     for entry in entries:
         record = entry.record
         released = record.event is not None and record.after is Phase.RELEASED
@@ -140,7 +145,8 @@ def _fault(timeline: Timeline, entries: Sequence[Entry]) -> tuple[str, Entry]:
 
 
 def _died(timeline: Timeline, entries: Sequence[Entry], role: str, end: Entry) -> bool:
-    """Return whether a process of the attempt recorded nothing after `end`, not even its end."""
+    """Return whether another process of the attempt, with this role, recorded nothing after `end`,
+    not even its own end."""
     for entry in entries:
         recording = timeline.of(entry)
         if recording.role == role and recording.records[-1].kind is not RecordKind.END:
@@ -151,7 +157,8 @@ def _died(timeline: Timeline, entries: Sequence[Entry], role: str, end: Entry) -
 
 
 def _phase(entries: Sequence[Entry], end: Entry, kind: str) -> tuple[str, int]:
-    """Return (the simulation's name of the attempt's phase, index of the frame or token in it)."""
+    """Return (the simulation's name of the phase in which the fault hit the attempt, index of the
+    frame or token in that phase)."""
     names = [event_name(e.record) for e in entries if e.at_ns <= end.at_ns]
     sides = {(e.record.side, event_name(e.record)) for e in entries if e.at_ns <= end.at_ns}
     frames = names.count("sent")

@@ -1,4 +1,5 @@
-"""A CUDA device for cuda_ipc, implemented by CuPy; device.py specifies each method.
+"""A CUDA device for the cuda_ipc transport, implemented by CuPy; transport/device.py specifies each
+method.
 
 A thin shell without protocol decisions. CuPy is the optional extra `cuda` and is imported only when
 a pool lies on a CUDA device; the kernel is compiled then (NVRTC; CuPy caches it on disk).
@@ -30,7 +31,8 @@ MAX_STREAMS = 8  # of connections; further connections share them
 
 
 def opener(kv: KvCache, *, encrypted: bool) -> Callable[[], Device] | None:
-    """Return the function that opens the device of a pool; None if the pool lies in host memory."""
+    """Return a function that opens the CUDA device of a block pool, and raises DeviceError if
+    cuda_ipc cannot use it; None if the pool lies in host memory."""
     index = kv.device
     if index is None:
         return None
@@ -52,15 +54,16 @@ def opener(kv: KvCache, *, encrypted: bool) -> Callable[[], Device] | None:
 
 
 class CudaDevice:
-    """A CUDA device whose copies run on the streams of their connections.
+    """A CUDA device whose copies run on streams that its connections share.
 
     The streams are non-blocking, so nothing on them is ordered with the legacy default stream, on
-    which torch computes: memory is zeroed on the stream that uses it next, or the zeroing is waited
-    for.
+    which torch computes. Therefore memory is zeroed on the stream that uses it next, or the zeroing
+    is waited for.
     """
 
     def __init__(self, index: int) -> None:
-        """Open the device. Raises DeviceError without CuPy, a driver or the device."""
+        """Open the device with this CUDA index. Raises DeviceError if CuPy, a driver or the device
+        is missing."""
         try:
             import cupy
         except ImportError as err:
@@ -82,7 +85,8 @@ class CudaDevice:
 
     @contextmanager
     def active(self) -> Iterator[Any]:
-        """Yield the CUDA runtime on this device; its errors become DeviceErrors."""
+        """Make this device current and yield the CUDA runtime; errors in the context become
+        DeviceErrors."""
         try:
             self._cuda.setDevice(self._index)
             yield self._cuda
@@ -179,7 +183,8 @@ class CudaDevice:
     def _launch(
         self, pages: Pages, slot: Slot, key: bytes, signal: "_Event | None" = None
     ) -> "_Copy":
-        """Begin a copy into the slot and record `signal`; without a signal, out of the slot."""
+        """Begin a copy on the slot's stream, after `pages.ready`. With `signal`, copy pages into
+        the slot and record the signal; without it, copy out of the slot into the pages."""
         with self.active() as cuda:
             stream = self._stream_of(slot)
             if pages.ready is not None:
@@ -228,7 +233,8 @@ class CudaDevice:
         return scratch.copy
 
     def _scratch(self, slot: Slot, plan_bytes: int, shares_bytes: int) -> "_Scratch":
-        """Return the slot's scratch, after its previous copy; replace one that is too small."""
+        """Return scratch memory of at least these sizes for the slot's next copy, after its
+        previous copy is done."""
         scratch: _Scratch | None = slot.scratch
         if scratch is not None and not scratch.fits(plan_bytes, shares_bytes):
             self.release(slot)
@@ -319,7 +325,8 @@ class _Event:
 
 @dataclass(eq=False, slots=True)
 class _Scratch:
-    """The memory of one launch at a time, for the life of the process, in one slot at a time."""
+    """The memory that one copy between pool and slot needs: a plan, sums and a result. One slot at
+    a time owns it, and it is reused until the process ends."""
 
     plan: int  # device: lanes and block numbers
     plan_bytes: int
@@ -335,7 +342,8 @@ class _Scratch:
 
 
 class _Copy:
-    """A queued copy; it reads its verdict when it is done, before its scratch is reused."""
+    """A copy that is queued on the device. When it is done, it reads its result (whether the bytes
+    match their tag) before its scratch memory is reused."""
 
     def __init__(self, scratch: _Scratch) -> None:
         self._scratch: _Scratch | None = scratch

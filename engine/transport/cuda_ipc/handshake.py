@@ -1,5 +1,5 @@
-"""The handshake of a cuda_ipc connection: its messages before the first record, and decode's 4 KiB
-cells, into which a peer proves that its copies arrive before it gets a window.
+"""The handshake of a cuda_ipc connection: the messages before the first record, and decode's 4 KiB
+cells of device memory, into which prefill proves that its copies arrive before it gets a window.
 
 1. prefill sends its ProcessPlace, with an eventfd that it writes when it has closed its window.
 2. decode sends an answer (Refusal) and, if it does not refuse, its ProcessPlace and a
@@ -57,8 +57,8 @@ PLACE_BYTES, ANSWER_BYTES, OFFER_BYTES = _PLACE.size, _ANSWER.size, _OFFER.size
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """The GPU and the namespaces of a process, each as (device, inode) of its file in
-    /proc/self/ns."""
+    """Where a process runs: its GPU's UUID, and its PID and IPC namespaces, each as the (device,
+    inode) of its file in /proc/self/ns."""
 
     uuid: bytes
     pid_namespace: tuple[int, int]
@@ -72,16 +72,17 @@ class ProcessPlace:
 
     @classmethod
     def unpack(cls, data: bytes) -> "ProcessPlace":
-        """Decode a ProcessPlace. Raises ValueError."""
+        """Decode the bytes of a peer's ProcessPlace. Raises ValueError."""
         if len(data) != PLACE_BYTES or data[:4] != _MAGIC:
-            raise ValueError("the peer does not use cuda_ipc")
+            raise ValueError("the peer did not begin a cuda_ipc handshake")
         _, version, uuid, p0, p1, i0, i1 = _PLACE.unpack(data)
         return cls(uuid, (p0, p1), (i0, i1), version)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An answer: why the handshake is refused, or no reason if it continues."""
+    """An answer in the handshake: why the sending end refuses, or no reason if the handshake
+    continues."""
 
     reason: str = ""
     text: str = ""
@@ -92,18 +93,19 @@ class Refusal:
 
     @classmethod
     def unpack(cls, data: bytes) -> "Refusal":
-        """Decode a Refusal. Raises ValueError."""
+        """Decode the bytes of a peer's answer. Raises ValueError."""
         if len(data) != ANSWER_BYTES:
-            raise ValueError("an answer has a wrong length")
+            raise ValueError("the peer's handshake answer has a wrong length")
         reason, text = (part.rstrip(b"\0").decode() for part in _ANSWER.unpack(data))
         if reason and reason not in REASONS:
-            raise ValueError(f"unknown reason {reason!r}")
+            raise ValueError(f"the peer refused the handshake for an unknown reason: {reason!r}")
         return cls(reason, text)
 
 
 @dataclass(frozen=True, slots=True)
 class HandshakeOffer:
-    """An offer of 4 KiB of decode's device memory, with the signal and the key to use for them."""
+    """Decode's offer to prefill: 4 KiB of device memory to copy into, with the signal and key to
+    use."""
 
     memory: bytes
     memory_bytes: int
@@ -120,7 +122,8 @@ class HandshakeOffer:
 
 
 def namespace_refusal(local: ProcessPlace, remote: ProcessPlace) -> Refusal:
-    """Return decode's refusal if the versions or namespaces differ."""
+    """Return decode's refusal if handshake version or namespaces of the two processes differ;
+    without a reason if they are equal."""
     if local.version != remote.version:
         return Refusal(
             "version", f"handshake version {local.version} at decode, {remote.version} at prefill"
@@ -141,13 +144,13 @@ _CELL_BYTES = 2 * PROBE_BYTES + TAIL_BYTES  # prefill's bytes, their tag, decode
 
 
 def probe_pages(address: int) -> Pages:
-    """Return 4 KiB at `address` as one block."""
+    """Describe the 4 KiB of device memory at `address` as a block to copy."""
     return Pages(address, PROBE_BYTES, PROBE_BYTES, range(1), (0,))
 
 
 @dataclass(slots=True)
 class Cell:
-    """The memory that one handshake copies into."""
+    """Decode's 4 KiB of device memory that the peer copies into during one handshake."""
 
     memory: Memory
     offset: int
@@ -164,7 +167,8 @@ class Cell:
         )
 
     def verify(self, device: Device, deadline: float) -> Refusal:
-        """Wait for the peer's copy until `deadline` (time.monotonic); check its tag."""
+        """Wait for the peer's copy until `deadline` (time.monotonic) and check its tag. Return the
+        refusal; without a reason if the copy is intact."""
         try:
             while not self.slot.signal.done():
                 if time.monotonic() > deadline:
@@ -180,7 +184,7 @@ class Cell:
 
 
 class Probes:
-    """All cells of a process. Raises DeviceError."""
+    """All handshake cells of a decode process, allocated at once. Raises DeviceError."""
 
     def __init__(self, device: Device) -> None:
         self._lock = threading.Lock()
@@ -200,7 +204,7 @@ class Probes:
 
     @contextmanager
     def lend(self) -> Iterator[Cell | None]:
-        """Yield a cell with a fresh key; None if all are lent."""
+        """Yield a cell with a fresh key for one handshake; None if all cells are in use."""
         with self._lock:
             lent = self._free.pop() if self._free and not self._closed else None
         try:
@@ -214,7 +218,7 @@ class Probes:
                     self._release_if_over()
 
     def close(self) -> None:
-        """Free the cells, or let the last handshake free them."""
+        """Free all cells now, or when the last running handshake returns its cell."""
         with self._lock:
             self._closed = True
             self._release_if_over()

@@ -1,14 +1,15 @@
-"""KV from pool to pool on one GPU, through a window of decode's device memory (CUDA IPC).
+"""Copies KV from pool to pool on one host, through a window of decode's device memory (CUDA IPC).
 
 Prefill's kernel copies blocks into a slot of the window and appends a keyed hash of what it copied;
 the frame's record follows on the socket once the slot's event has been recorded. Decode polls the
 event (its streams never wait for another process) and copies the slot into its blocks, concurrently
 with the engine's work, with a kernel that hashes what it copies. It accepts the frame only if the
-tags agree. So a writer that is frozen or dies can spoil the window, and nothing else. handshake.py
-has the messages before the first record; windows.py tracks who may write into which window.
+hashes agree. So a writer that is frozen or dies can spoil the window, and nothing else.
+handshake.py has the messages before the first record; windows.py tracks who may write into which
+window.
 
-Payloads never pass the host, so GPUs and processes must see each other: one host, one PID and one
-IPC namespace, one GPU or two with peer access.
+Payloads never pass the host's memory, so both processes must run on one host, in one PID and one
+IPC namespace, on one GPU or on two with peer access.
 """
 
 import socket
@@ -35,7 +36,8 @@ from pdserve.engine.transport.unix_socket import dial_unix, listen_unix, socket_
 
 
 class CudaIpcTransport(KvTransport):
-    """A transport whose ends see one directory of unix sockets, each other, and decode's device."""
+    """The cuda_ipc transport. Both processes must share a directory of unix sockets and the PID and
+    IPC namespaces, and prefill must be able to open decode's device memory."""
 
     name = "cuda_ipc"
     preference = 5
@@ -95,7 +97,7 @@ class CudaIpcTransport(KvTransport):
             raise
         except (WireClosed, ValueError) as err:
             wire.close()
-            raise TransportRefused(f"the handshake failed: {err}") from None
+            raise TransportRefused(f"the cuda_ipc handshake failed: {err}") from None
         except DeviceError as err:
             wire.close()
             raise TransportRefused(f"no_device: {err}") from None
@@ -126,7 +128,8 @@ class CudaIpcTransport(KvTransport):
 
 
 def make_window(device: Device, slot_bytes: int) -> DeviceWindow:
-    """Allocate a window of SLOTS adjacent slots, each with room for its tag. Raises DeviceError."""
+    """Allocate a window in device memory: SLOTS adjacent slots, each followed by room for its tag.
+    Raises DeviceError."""
     slots = []
     with ExitStack() as cleanup:
         memory = device.allocate(SLOTS * slot_stride(slot_bytes))

@@ -1,10 +1,10 @@
-"""Decode's windows on its device, and which processes may still write into each.
+"""Decode's windows of device memory, and which prefill processes may still write into each.
 
-Ownership: a window is spare, lent to one writer (a process), or left by writers that may still
-write, since they are frozen or their copies are in flight. A left window is lent again to the same
-process, whose late writes can only spoil its frames, or to any process once all its writers have
-reported that they closed it or have exited. Only then is it freed, at `close`; a window that
-another process still has open stays until this process ends.
+Ownership: a window is spare, lent to one writer (a prefill process), or abandoned while former
+writers may still write into it, since they are frozen or their copies are in flight. An abandoned
+window is lent again to the same process, whose late writes can only spoil its own frames, or to any
+process once all its writers have reported that they closed it or have exited. Windows are freed
+only at `close`; a window that another process still has open is not freed before this process ends.
 """
 
 import logging
@@ -23,12 +23,12 @@ _POLL_S = 0.005
 
 
 class Writer(Protocol):
-    """A process that has a window open."""
+    """A prefill process that has a window open."""
 
     pid: int
 
     def gone(self) -> bool:
-        """Return whether the process reported that it closed the window, or has exited."""
+        """Return whether the process has reported that it closed the window, or has exited."""
 
     def close(self) -> None: ...
 
@@ -41,11 +41,13 @@ class DeviceWindow:
     writers: list[Writer] = field(default_factory=list)  # may have it open; newest last
 
     def handles(self) -> bytes:
-        """Return what prefill opens: the memory's handle, then one signal handle per slot."""
+        """Return the data with which prefill opens the window: the handle of its memory, then one
+        signal handle per slot."""
         return self.memory.handle() + b"".join(slot.signal.handle() for slot in self.slots)
 
     def is_unused(self) -> bool:
-        """Drop processes that have exited or closed it; return whether none has it open."""
+        """Forget writers that have closed the window or exited; return whether no process has it
+        open."""
         for writer in [writer for writer in self.writers if writer.gone()]:
             self.writers.remove(writer)
             writer.close()
@@ -63,8 +65,8 @@ def handles_bytes(num_slots: int) -> int:
 
 
 class DeviceWindows:
-    """Lends windows to prefill processes; thread-safe. `make` allocates one; its errors pass
-    through."""
+    """Lends windows of device memory to prefill processes; thread-safe. `make` allocates one; what
+    it raises is passed on."""
 
     def __init__(self, make: Callable[[], DeviceWindow]) -> None:
         self._make = make
@@ -74,7 +76,7 @@ class DeviceWindows:
         self._end: float | None = None  # once closed: deadline of the wait for writers
 
     def prepare(self) -> None:
-        """Ensure that a spare window exists for the next writer."""
+        """Ensure that a window is ready to be lent, and allocate one if needed."""
         with self._lock:
             if self._end is None and not self._spare and not self._reclaim():
                 self._spare.append(self._make())
@@ -93,7 +95,8 @@ class DeviceWindows:
             return window
 
     def give_back(self, window: DeviceWindow) -> None:
-        """Take back a window whose connection has ended; its writer may still be alive."""
+        """Take back a window whose connection has ended; its writer may be alive and still write
+        into it."""
         with self._lock:
             if self._end is None:
                 self._abandoned.append(window)
@@ -101,7 +104,7 @@ class DeviceWindows:
         self._free(window)
 
     def close(self) -> None:
-        """Free all windows that are not lent now, and the others when they are given back."""
+        """Free the windows that are not lent, and each of the others when it is given back."""
         with self._lock:
             self._end = time.monotonic() + CLOSE_S
             windows = self._spare + self._abandoned
@@ -114,7 +117,8 @@ class DeviceWindows:
             if self._end is None or time.monotonic() > self._end:
                 pids = [writer.pid for writer in window.writers]
                 log.warning(
-                    "processes %s still have a window open; it stays allocated until this one ends",
+                    "processes %s still have a window open; "
+                    "its memory stays allocated until this process ends",
                     pids,
                 )
                 for writer in window.writers:
@@ -124,7 +128,8 @@ class DeviceWindows:
         window.close()
 
     def _reclaim(self) -> bool:
-        """Make windows that no process has open spare again; return whether a spare one exists."""
+        """Make abandoned windows that no process has open spare again; return whether a spare
+        window exists."""
         free = [window for window in self._abandoned if window.is_unused()]
         self._abandoned = [window for window in self._abandoned if window.writers]
         self._spare += free

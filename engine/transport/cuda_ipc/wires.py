@@ -1,8 +1,8 @@
-"""The two ends of a cuda_ipc connection: see transport.py.
+"""The two ends of a cuda_ipc connection; transport.py describes how they work together.
 
 Ownership: decode's end borrows a window from DeviceWindows when its peer is trusted and returns it
-on close. Prefill's end keeps it mapped while one of its copies runs, and then reports the unmapping
-by an eventfd that decode received with the first bytes.
+on close. Prefill's end keeps the window mapped while one of its copies runs. Then it unmaps it and
+reports this by an eventfd that decode received with the connection's first bytes.
 """
 
 import contextlib
@@ -62,7 +62,8 @@ _PEERCRED = struct.Struct("3i")
 
 @dataclass(slots=True)
 class _DeviceSlot:
-    """A slot that a pool is copied into (DeviceSink) or out of (DeviceSource)."""
+    """A slot of a window: at prefill pool pages are copied into it (DeviceSink), at decode out of
+    it (DeviceSource)."""
 
     device: Device
     slot: Slot
@@ -82,16 +83,19 @@ class _DeviceSlot:
     def _check(self, pages: Pages) -> None:
         if pages.num_bytes > self.slot.capacity:
             raise DeviceError(
-                f"{pages.num_bytes} bytes do not fit into a slot of {self.slot.capacity} bytes"
+                f"a payload of {pages.num_bytes} bytes does not fit into "
+                f"a slot of {self.slot.capacity} bytes"
             )
 
 
 class PeerProcess:
-    """The process at the other end of a unix socket; safe against a reused pid."""
+    """The process at the other end of a unix socket; tells it apart from a later process with the
+    same pid."""
 
     def __init__(self, sock: socket.socket, closed_fd: int | None = None) -> None:
-        """`closed_fd`: the peer's eventfd, which it writes when it has closed its window. This
-        object owns it. Raises OSError if the peer is not in this PID namespace."""
+        """Identify the peer of `sock`. `closed_fd`: an eventfd, owned by this object, which the
+        peer writes when it has closed its window. Raises OSError if the peer is not in this PID
+        namespace."""
         data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
         self.pid = int(_PEERCRED.unpack(data)[0])
         self._fds = [os.pidfd_open(self.pid)]  # readable when it has exited
@@ -110,7 +114,8 @@ class PeerProcess:
 
 
 class CudaWriter(WindowWriter):
-    """prefill's end: opens decode's window."""
+    """Prefill's end of a cuda_ipc connection: opens decode's window and copies KV into its
+    slots."""
 
     direct = True
 
@@ -124,7 +129,8 @@ class CudaWriter(WindowWriter):
         self._proof = b""
 
     def introduce(self, source: Memory) -> None:
-        """Do the handshake, with `source` to copy from. Raises TransportRefused, or others."""
+        """Do prefill's part of the handshake. `source` is 4 KiB of device memory, used as the
+        source of the test copy. Raises TransportRefused, WireClosed, ValueError or DeviceError."""
         self._send_place()
         _raise_if_refused(_answer(self))
         peer_place = ProcessPlace.unpack(self.take(PLACE_BYTES))
@@ -144,7 +150,7 @@ class CudaWriter(WindowWriter):
 
     def open_window(self, data: bytes) -> None:
         if self._slots or len(data) != handles_bytes(SLOTS):
-            raise TransportRefused("decode sent an unexpected window")
+            raise TransportRefused("decode sent a second device window, or one of a wrong size")
         handles = [
             data[start : start + HANDLE_BYTES] for start in range(0, len(data), HANDLE_BYTES)
         ]
@@ -199,7 +205,8 @@ class CudaWriter(WindowWriter):
         self.write(place[sent:])
 
     def _probe(self, offer: HandshakeOffer, source: Memory) -> Refusal:
-        """Copy random bytes into decode's cell."""
+        """Copy random bytes into the memory that decode offers; return prefill's refusal, without a
+        reason if the copy succeeded."""
         data = secrets.token_bytes(PROBE_BYTES)
         self._proof = data[:PROOF_BYTES]
         try:
@@ -218,7 +225,7 @@ class CudaWriter(WindowWriter):
 
 
 class CudaReader(WindowReader):
-    """decode's end: lends a window to its peer once the peer is trusted."""
+    """Decode's end of a cuda_ipc connection: lends its peer a window once the peer is trusted."""
 
     direct = True
 
@@ -257,10 +264,10 @@ class CudaReader(WindowReader):
                     self._proof = self._device.get(cell.copy_address, PROOF_BYTES)
                 self._send_answer(refusal)
         except (ValueError, DeviceError) as err:
-            raise WireClosed(f"the handshake failed: {err}") from None
+            raise WireClosed(f"the cuda_ipc handshake failed: {err}") from None
         except TransportRefused as err:
-            log.info("transport cuda_ipc refused by prefill: %s", err)
-            raise WireClosed(f"refused by prefill: {err}") from None
+            log.info("prefill refused a cuda_ipc connection and tries another transport: %s", err)
+            raise WireClosed(f"prefill refused the handshake: {err}") from None
 
     def proof(self) -> bytes:
         return self._proof
@@ -275,7 +282,7 @@ class CudaReader(WindowReader):
 
     def payload(self, slot: int, size: int) -> Payload:
         if self._window is None:
-            raise WireClosed("a frame arrived before the window was lent")
+            raise WireClosed("prefill sent a frame before decode lent it a device window")
         return _DeviceSlot(self._device, self._window.slots[slot])
 
     def close(self) -> None:
@@ -288,7 +295,8 @@ class CudaReader(WindowReader):
             self._peer.close()
 
     def _take_place(self) -> bytes:
-        """Return the bytes of prefill's place; store the eventfd that comes with them."""
+        """Receive the bytes of prefill's ProcessPlace, and keep the eventfd that comes with
+        them."""
 
         def receive() -> bytes:
             flags = socket.MSG_CMSG_CLOEXEC
@@ -300,7 +308,8 @@ class CudaReader(WindowReader):
         return self.take(PLACE_BYTES)
 
     def _prepare(self, cell: Cell | None) -> Refusal:
-        """Check the peer and prepare its window, while prefill can choose another transport."""
+        """Identify the peer and ensure that a window exists for it; return decode's refusal. This
+        is done in the handshake, while prefill can still choose another transport."""
         if cell is None:
             return Refusal("busy", f"{MAX_PROBES} handshakes run already")
         try:
@@ -315,25 +324,26 @@ class CudaReader(WindowReader):
         return Refusal()
 
     def _send_answer(self, refusal: Refusal) -> None:
-        """Send decode's answer. Raises WireClosed if it refuses."""
+        """Send decode's answer to the handshake. Raises WireClosed if the answer is a refusal."""
         self.write(refusal.pack())
         if refusal.reason:
             log.info(
-                "transport cuda_ipc refused by decode, prefill may try another: %s: %s",
+                "decode refused a cuda_ipc connection, so prefill tries another transport: %s: %s",
                 refusal.reason,
                 refusal.text,
             )
-            raise WireClosed(f"refused: {refusal.reason}: {refusal.text}")
+            raise WireClosed(f"decode refused the handshake: {refusal.reason}: {refusal.text}")
 
 
 def local_place(device: Device) -> ProcessPlace:
-    """Return the place of this process."""
+    """Return the GPU and the namespaces of this process."""
     pid, ipc = (os.stat(f"/proc/self/ns/{name}") for name in ("pid", "ipc"))
     return ProcessPlace(device.uuid, (pid.st_dev, pid.st_ino), (ipc.st_dev, ipc.st_ino))
 
 
 def slot_stride(slot_bytes: int) -> int:
-    """Return the distance of a window's slots in bytes: the payload, then its tag."""
+    """Return the distance in bytes between the starts of two slots of a window: the payload's size,
+    rounded up, plus room for its tag."""
     return -(-slot_bytes // ALIGN_BYTES) * ALIGN_BYTES + TAIL_BYTES
 
 

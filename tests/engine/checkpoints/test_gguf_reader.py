@@ -119,7 +119,7 @@ BAD = {
     "bytes of text": container([text("k") + struct.pack("<IQ", STRING, 2**63)], []),
     "a name of 65536 bytes": container([pair("k" * 65536, 0, b"\0")], []),
     "not UTF-8": container([pair("k", STRING, struct.pack("<Q", 1) + b"\xff")], []),
-    "with text that is not UTF-8": container(
+    "array has a string that is not UTF-8": container(
         [pair("k", ARRAY, struct.pack("<IQQ", STRING, 1, 1) + b"\xff")], []
     ),
     "unknown type 13": container([pair("k", 13, bytes(8))], []),

@@ -245,7 +245,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "compressed int4",
         {"sparsity_config": {"format": "sparse-bitmask"}},
         {},
-        "unsupported setting sparsity_config",
+        "the setting sparsity_config is not supported",
     ),
     "shape": (
         "compressed int4",

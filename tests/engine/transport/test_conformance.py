@@ -296,7 +296,7 @@ def test_slots_used_without_credit_close_the_connection(tmp_path: Path) -> None:
     wait_until(lambda: len(ends.decode.payloads) == 1)
     link.post(record_of(b"x", 2))
     wait_until(lambda: len(ends.decode.reasons) == 1)
-    assert ends.decode.reasons == ["the slot was used again without a credit"]
+    assert ends.decode.reasons == ["prefill used a slot again without a credit"]
     ends.close()
 
 
@@ -310,7 +310,7 @@ def test_an_unsealed_memory_window_is_refused(
         socket.send_fds(sock, [b"K"], [fd])
         os.close(fd)
         wait_until(lambda: len(ends.decode.reasons) == 1)
-    assert ends.decode.reasons == ["the window is not sealed"]
+    assert ends.decode.reasons == ["prefill's shared memory is not sealed"]
     ends.close()
 
 
