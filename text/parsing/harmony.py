@@ -69,8 +69,8 @@ class HarmonyStream:
 
     @property
     def closed(self) -> bool:
-        """Always True: reasoning is in messages of its own kind, so no text is held back as
-        possible reasoning."""
+        """Always True: reasoning comes in separate messages, so no text is held back as possible
+        reasoning."""
         return True
 
     def push(self, text: str) -> list[ContentPart]:

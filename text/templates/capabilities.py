@@ -27,11 +27,11 @@ class Capabilities:
     """The kinds of messages that a chat template can render. The defaults apply to a template that
     was not probed.
 
-    systems: where system turns are shown: "first", "several" at the beginning, "middle", "last", after
-        the "result" of a tool, or "alone" (anywhere if none is first).
+    systems: places where system turns are shown: "first", "several" at the beginning, "middle",
+        "last", after the "result" of a tool, or "alone": later, if no system turn is first.
     efforts: values of `reasoning_effort` that the template accepts.
     thinking_form: form of reasoning inside the content of a turn; empty if the template shows
-        reasoning in a field of its own or not at all.
+        reasoning in a separate field or not at all.
     list_roles, text_roles: roles whose content may be a list of parts, or a text.
     """
 

@@ -1,6 +1,6 @@
-"""The messages between the gateway and a tokenizer worker or its fork server.
+"""The format of the messages between the gateway and a tokenizer worker or a fork server.
 
-A message is a JSON object followed by byte strings (parts):
+A message is a JSON object (its head), followed by byte strings (its parts):
 
     4   size of the JSON object in bytes, little-endian
     ... the JSON object; "sizes" lists the sizes of the parts that follow
@@ -46,12 +46,12 @@ def pack(message: WorkerMessage) -> bytes:
 
 
 def size_of(data: bytes) -> int:
-    """Decode the SIZE_BYTES before a JSON object to its size in bytes."""
+    """Decode the first SIZE_BYTES of a message: the size of its head in bytes."""
     return int(_SIZE.unpack(data)[0])
 
 
 def head_of(data: bytes) -> dict[str, Any]:
-    """Decode the JSON object of a message. Raises ValueError if it is not a JSON object."""
+    """Decode the head of a message. Raises ValueError if it is not a JSON object."""
     head = json.loads(data.decode("utf-8", "surrogatepass"))
     if not isinstance(head, dict):
         raise ValueError("the head of the message is not a JSON object")
@@ -59,8 +59,8 @@ def head_of(data: bytes) -> dict[str, Any]:
 
 
 def part_sizes(head: Mapping[str, Any]) -> list[int]:
-    """Return the sizes of the parts after a head. Raises ValueError if they are missing, or exceed
-    MAX_PARTS or MAX_BYTES."""
+    """Return the sizes of a message's parts in bytes, as its head lists them. Raises ValueError if
+    they are missing, or if the parts exceed MAX_PARTS or MAX_BYTES."""
     sizes = head.get("sizes")
     if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError("the head of the message lacks the sizes of its parts")
@@ -70,7 +70,7 @@ def part_sizes(head: Mapping[str, Any]) -> list[int]:
 
 
 class MessageReader:
-    """Assembles messages from received bytes."""
+    """Assembles messages from bytes that arrive in pieces."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -79,12 +79,12 @@ class MessageReader:
 
     @property
     def num_unread(self) -> int:
-        """Number of buffered bytes of an incomplete message."""
+        """Number of buffered bytes of a message that is not complete yet."""
         return len(self._data)
 
     def feed(self, data: bytes) -> list[WorkerMessage]:
-        """Add bytes and return the messages that they complete. Raises ValueError or RecursionError
-        if the bytes are not a message or it is too large."""
+        """Add received bytes and return the messages that are complete with them. Raises ValueError
+        or RecursionError if the bytes are not a message or the message is too large."""
         self._data += data
         messages = []
         while (message := self._next()) is not None:
@@ -115,13 +115,13 @@ class MessageReader:
 
 
 def subject(message: WorkerMessage) -> str:
-    """Return the kind of work of a message, for error texts."""
+    """Return what a message is about, "prompt" or "grammar", for error texts."""
     return "grammar" if message.head["op"] == "grammar" else "prompt"
 
 
 def result_of(answer: WorkerMessage, max_bytes: int) -> bytes:
-    """Return the only part of an answer. Raises TextError if the answer is an error, ValueError if
-    it is malformed or too large."""
+    """Return the one part of a worker's answer. Raises TextError if the answer reports an error,
+    ValueError if the answer is malformed or its part has more than `max_bytes`."""
     if "error" in answer.head:
         texts = [answer.head["error"], answer.head.get("param", "")]
         if not all(isinstance(text, str) for text in texts):
@@ -140,15 +140,17 @@ def result_of(answer: WorkerMessage, max_bytes: int) -> bytes:
 
 
 def with_ids(sequences: Sequence[Sequence[int]]) -> WorkerMessage:
-    """Build an answer with sequences of token ids."""
+    """Build an answer that contains sequences of token ids."""
     ids = array("I", chain.from_iterable(sequences))
     return WorkerMessage({"lengths": list(map(len, sequences))}, [ids.tobytes()])
 
 
 def ids_of(answer: WorkerMessage, count: int, max_len: int) -> list[list[int]]:
-    """Decode `count` sequences of at most `max_len` token ids in total.
+    """Decode an answer's `count` sequences of token ids, which may have at most `max_len` ids
+    together.
 
-    Raises TextError, ValueError as `result_of` does.
+    Raises TextError if the answer reports an error, ValueError if it is malformed or has too many
+    ids.
     """
     piece = result_of(answer, max_len * ID_BYTES)
     lengths = answer.head.get("lengths")
@@ -162,8 +164,9 @@ def ids_of(answer: WorkerMessage, count: int, max_len: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """Limits of loading a model's files and of working with them. Bytes are in addition to the
-    memory used before."""
+    """Limits of loading a model's files (`load_*`) and of each piece of work with them. Limits in
+    bytes count what is allocated beyond the memory already in use; those in seconds are noted
+    below."""
 
     load_s: float  # wall time
     load_bytes: int
