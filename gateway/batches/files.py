@@ -135,7 +135,9 @@ class Files:
             total_bytes = select(func.sum(StoredFile.num_bytes)).where(StoredFile.tenant == tenant)
             if int(await session.scalar(total_bytes) or 0) > self.limits.max_bytes:
                 text = f"your files may have at most {self.limits.max_bytes} bytes in total"
-                raise ServiceError(INVALID_ARGUMENT, f"{text}; delete some", param="file")
+                raise ServiceError(
+                    INVALID_ARGUMENT, f"the upload is refused: {text}; delete some", param="file"
+                )
 
     @in_own_task
     async def finish(self, file_id: str, filename: str, purpose: str) -> StoredFile:

@@ -104,7 +104,9 @@ def parse_line(line: bytes, endpoint: str) -> LineRequest:
         num_values(line)  # refuse values that would block the event loop for long
         value = from_json(line, allow_inf_nan=False)
     except ServiceError:
-        raise LineError("invalid_json_line", "This line has too many values.") from None
+        raise LineError(
+            "invalid_json_line", "This line has more JSON values than a request may have."
+        ) from None
     except ValueError:
         value = None
     if not isinstance(value, dict):
@@ -118,12 +120,16 @@ def parse_line(line: bytes, endpoint: str) -> LineRequest:
         text = f"custom_id must be a string of 1 to {MAX_CUSTOM_ID} characters."
         raise LineError("invalid_value", text, "custom_id")
     if value["method"] != "POST":
-        raise LineError("invalid_value", "The method must be 'POST'.", "method")
+        raise LineError(
+            "invalid_value", "The method of a request in a batch must be 'POST'.", "method"
+        )
     if value["url"] != endpoint:
         text = f"The url must be the endpoint of the batch, {endpoint}."
         raise LineError("url_mismatch", text, "url")
     if not isinstance(body, dict):
-        raise LineError("invalid_value", "The body must be an object.", "body")
+        raise LineError(
+            "invalid_value", "The body of a request in a batch must be a JSON object.", "body"
+        )
     if body.get("stream"):
         raise LineError("invalid_value", "Requests in a batch cannot stream.", "body.stream")
     return LineRequest(custom_id, body)
@@ -144,7 +150,9 @@ class LineChecker:
         invalid."""
         self.count += 1
         if self.count > MAX_LINES:
-            raise LineError("too_many_tasks", f"A batch may have at most {MAX_LINES} requests.")
+            raise LineError(
+                "too_many_tasks", f"The input file has more than {MAX_LINES} requests, the maximum."
+            )
         if line is None:
             text = f"This line has more than {self._max_bytes} bytes."
             raise LineError("line_too_long", text, None, span.number)

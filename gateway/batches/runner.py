@@ -114,7 +114,7 @@ class BatchRunner:
                         swept = loop.time()
                         await self._files.remove_stopped()
             except ServiceError as error:
-                log.warning("batches are paused; retrying: %s", error.message)
+                log.warning("cannot look for batches in the database; retrying: %s", error.message)
             with suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
                     await self._wake.wait()
@@ -197,7 +197,7 @@ class BatchRunner:
     def _start(self, opened: OpenBatch, send: SendLine, ending: bool) -> None:
         batch_id = opened.lease.batch_id
         if opened.lease.owner:
-            log.info("%s: taken over from another gateway", batch_id)
+            log.info("%s: this gateway takes the batch over from one that has died", batch_id)
         owned = OwnedBatch(self._db, batch_id, self._owner)
         absent = AbsentModels(opened.tenant, self._was_used, self._starting_until)
         run = BatchRun(owned, self._files, send, self._slots, self._max_line_bytes, absent)
@@ -208,13 +208,17 @@ class BatchRunner:
         try:
             await run.run()
         except LeaseLost:
-            log.info("%s: stopped here, because this gateway no longer owns it", batch_id)
+            log.info(
+                "%s: this gateway stops running the batch, since it no longer owns it", batch_id
+            )
         except ServiceError as error:
             self._pause(batch_id)
-            log.warning("%s: paused; retrying: %s", batch_id, error.message)
+            log.warning("%s: the batch is paused and will be retried: %s", batch_id, error.message)
         except Exception:
             self._pause(batch_id)
-            log.exception("%s: failed; retrying", batch_id)
+            log.exception(
+                "%s: unexpected error in the batch's run, which will be retried", batch_id
+            )
         finally:
             try:
                 with suppress(ServiceError):

@@ -101,7 +101,7 @@ def _check_package() -> None:
     except PackageNotFoundError:
         installed = ""
     if not installed or int(installed.partition(".")[0]) < 2:
-        raise ValueError("the package mcp, 2 or newer, is required: pip install 'pdserve[mcp]'")
+        raise ValueError("MCP servers need the package mcp, 2 or newer: pip install 'pdserve[mcp]'")
 
 
 def servers_of(content: bytes) -> list[McpServer]:

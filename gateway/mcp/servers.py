@@ -102,7 +102,12 @@ class McpServers:
             self._calls.labels(tool.server, tool.name, outcome).inc()
             elapsed_s = asyncio.get_running_loop().time() - start
             summary = f"{tool.server} {tool.name}: {outcome} in {elapsed_s:.3f}s"
-            log.info("%s, %d characters", summary, len(result.text), extra={"request": request})
+            log.info(
+                "%s, %d characters in the MCP tool's result",
+                summary,
+                len(result.text),
+                extra={"request": request},
+            )
         if len(result.text) > MAX_RESULT_CHARS:
             num_omitted = len(result.text) - MAX_RESULT_CHARS
             text = f"{result.text[:MAX_RESULT_CHARS]}\n[{num_omitted} more characters omitted]"
@@ -190,7 +195,9 @@ class _ServerTask:
             return ToolResult(f"error: {error}", True), "error"
         except Exception as error:  # the package and its transports have other exceptions
             self._poll_now.set()  # checks whether it is still there
-            log.info("the MCP server %r failed: %s", self.config.name, _reason(error))
+            log.info(
+                "a tool call to the MCP server %r failed: %s", self.config.name, _reason(error)
+            )
             return ToolResult(AWAY, True), "failed"
         if result.is_error:
             return ToolResult(f"error: {result.text}", True), "error"
@@ -200,7 +207,7 @@ class _ServerTask:
         if listed != self._listed:
             self._listed = listed
             self.tools = self._bounded(listed)
-            log.info("the MCP server %r has %d tools", self.config.name, len(self.tools))
+            log.info("the MCP server %r now offers %d tools", self.config.name, len(self.tools))
             missing = self.config.auto_approve - {ALL, *(tool.name for tool in self.tools)}
             if listed and missing:
                 names = ", ".join(sorted(missing))[:MAX_LOGGED_CHARS]

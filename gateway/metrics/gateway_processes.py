@@ -76,7 +76,7 @@ class GatewayProcesses:
                 finally:
                     writer.close()
         except (OSError, TimeoutError) as error:
-            log.debug("gateway %d does not answer: %s", index, error)
+            log.debug("gateway process %d did not answer a query: %s", index, error)
             return b""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -89,7 +89,7 @@ class GatewayProcesses:
                 writer.write(self._answers[kind](bytes.fromhex(tenant), details) + b"\n")
                 await writer.drain()
         except (OSError, TimeoutError) as error:
-            log.debug("a gateway closed its query before the answer: %s", error)
+            log.debug("another gateway process did not wait for the answer to its query: %s", error)
         finally:
             writer.close()
 

@@ -110,7 +110,9 @@ class UsageLog:
             try:
                 await self.flush()
             except ServiceError as error:
-                log.warning("usage could not be written; retrying: %s", error.message)
+                log.warning(
+                    "token usage could not be written to the database; retrying: %s", error.message
+                )
 
     @in_own_task
     async def flush(self) -> None:

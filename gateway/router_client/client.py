@@ -108,7 +108,7 @@ class RouterClient:
 
     def __init__(self, routers: Sequence[str], access: Access, boot: bytes) -> None:
         if not routers:
-            raise ValueError("no router address is configured")
+            raise ValueError("no router address is configured; set --routers")
         self._discovery = Discovery("--routers", routers, self._on_change, ready_only=True)
         self._changed = asyncio.Event()  # set when discovery has a change
         self._resolved: set[str] = set()  # addresses of routers that may get new requests
@@ -167,7 +167,9 @@ class RouterClient:
     ) -> AsyncGenerator[RequestEvent | T, None]:
         loop = asyncio.get_running_loop()
         if start.request in self._inboxes:
-            raise ServiceError(INVALID_ARGUMENT, f"request id {quoted(start.request)} is in use")
+            raise ServiceError(
+                INVALID_ARGUMENT, f"request id {quoted(start.request)} is in use by an open request"
+            )
         request = ResumableRequest(start, loop.time())
         inbox = _Inbox(request, conversation(start), loop.time(), take_token)
         self._inboxes[start.request] = inbox

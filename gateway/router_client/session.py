@@ -116,10 +116,10 @@ class RouterConnection:
         reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
         text = str(reason or type(error).__name__)
         if not is_refusal(error):
-            log.warning("router %s: %s", self.address, text)
+            log.warning("no session with router %s: %s; reconnecting", self.address, text)
             self._refusal = ""
         elif text != self._refusal:
-            log.warning("router %s: %s; retrying", self.address, text)
+            log.warning("incompatible version of router %s: %s; retrying", self.address, text)
             self._refusal = text
 
     async def _run(self, channel: grpc.aio.Channel) -> None:
@@ -141,7 +141,7 @@ class RouterConnection:
                         self._listener.rows(self, rows.read(event.rows))
                     else:
                         self._listener.event(self, event)
-            raise ConnectionError("the session ended")
+            raise ConnectionError("the router ended the session")
         finally:
             self.channel = None
             self._outgoing.clear()
@@ -176,6 +176,6 @@ async def _connect(channel: grpc.aio.Channel) -> None:
         state = channel.get_state(try_to_connect=True)
         while state is not grpc.ChannelConnectivity.READY:
             if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                raise ConnectionError("the connection failed")
+                raise ConnectionError("the connection to the router failed")
             await channel.wait_for_state_change(state)
             state = channel.get_state(try_to_connect=True)

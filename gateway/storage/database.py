@@ -132,7 +132,9 @@ class Database:
             await self._engine.dispose()
             # The URL's query may contain a password, too.
             public_url = self._url.set(query={}).render_as_string(hide_password=True)
-            raise OSError(f"--database-url {public_url}: {_reason(error)}") from error
+            raise OSError(
+                f"--database-url {public_url}: cannot open the database: {_reason(error)}"
+            ) from error
 
     def _make_file(self) -> None:
         """Create SQLite's file with permissions for this user only, or restrict those of an
@@ -209,7 +211,9 @@ class Database:
                     async with asyncio.timeout(BUSY_S):
                         await turn.enter_async_context(self._write_turns)
                 except TimeoutError:
-                    raise OSError(f"other writers kept the database busy for {BUSY_S} s") from None
+                    raise OSError(
+                        f"no write in {BUSY_S} s: other writers keep the database busy"
+                    ) from None
             yield
 
     @asynccontextmanager
@@ -228,7 +232,7 @@ def _service_errors() -> Iterator[None]:
     except IntegrityError:
         raise
     except (SQLAlchemyError, OSError) as error:
-        log.warning("database error: %s", _reason(error))
+        log.warning("a database transaction failed: %s", _reason(error))
         raise ServiceError(
             UNAVAILABLE, "the server's database is unavailable", retry_after_s=2.0
         ) from error
@@ -253,7 +257,7 @@ def _parse(text: str) -> URL:
             return url
     except (SQLAlchemyError, ValueError):
         pass
-    raise ValueError(f"{message}; write @ in a password as %40")
+    raise ValueError(f"invalid database URL: {message}; write @ in a password as %40")
 
 
 def _make_private(path: str) -> None:

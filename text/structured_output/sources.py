@@ -169,7 +169,7 @@ def _tagged(structure: Structure, tokens: ModelTokens) -> list[dict[str, Any]]:
     tags, triggers = value["structures"], value["triggers"]
     for tag in tags:
         if not any(tag["begin"].startswith(trigger) for trigger in triggers):
-            raise TextError(f"the tag {tag['begin'][:80]!r} must begin with one of the triggers")
+            raise TextError(f"the tag {tag['begin'][:80]!r} begins with none of the triggers")
     required = value.get("required")
     lines = _only_tags(value, tokens.split) if required else _tags_in_text(value, tokens)
     schemas = [

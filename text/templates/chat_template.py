@@ -98,7 +98,8 @@ class ChatTemplate:
                     for token in sorted(computed_tokens)[:MAX_NAMES]
                 ]
                 log.warning(
-                    "special tokens that the chat template computes are encoded as text: %s",
+                    "prompts have these special tokens as plain text, since the chat template "
+                    "computes them instead of containing them: %s",
                     ", ".join(map(repr, names)),
                 )
         return self._capabilities
@@ -118,7 +119,7 @@ class ChatTemplate:
         or the template fails on them."""
         field = request.messages_field
         if self._template is None:
-            raise TextError("this model has no chat template; use completions", field)
+            raise TextError("this model has no chat template; use /v1/completions", field)
         messages = normalized(request.messages, field)
         capabilities = self.capabilities
         tools = request.tools or None
@@ -190,7 +191,9 @@ class ChatTemplate:
         except MemoryError:
             raise
         except RecursionError:
-            raise _Refusal("the messages are nested too deeply", field) from None
+            raise _Refusal(
+                "the messages are nested too deeply for the chat template", field
+            ) from None
         except Exception as error:  # any Python error for values that the template does not expect
             raise _Refusal(
                 f"the chat template cannot render the messages: {error}", field
@@ -280,7 +283,10 @@ def _until_end(text: TemplateText, content: str) -> Rendered:
     message. Raises TextError if the template dropped the message."""
     end = origin_of(text).rfind(LAST)
     if end < 0:
-        raise TextError("the chat template omits the last message", "continue_final_message")
+        raise TextError(
+            "the chat template omits the last message, so it cannot be continued",
+            "continue_final_message",
+        )
     is_blank = not content.strip()
     end += not is_blank
     rest = "" if is_blank else content[len(content.rstrip()) :]

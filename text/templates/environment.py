@@ -43,7 +43,7 @@ def compile_template(source: str, now: Callable[[], datetime]) -> jinja2.Templat
     UnsupportedTokenizer if the source exceeds MAX_SOURCE_CHARS or does not compile."""
     if len(source) > MAX_SOURCE_CHARS:
         raise UnsupportedTokenizer(
-            f"the chat template is longer than {MAX_SOURCE_CHARS} characters"
+            f"the chat template has {len(source)} characters; the limit is {MAX_SOURCE_CHARS}"
         )
     environment = _Environment(
         trim_blocks=True,

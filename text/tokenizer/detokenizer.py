@@ -69,7 +69,8 @@ class TokenBytes:
                 old, new = step["pattern"]["String"], step["content"]
                 if len(new) > MAX_REWRITE:
                     raise UnsupportedTokenizer(
-                        "a decoder step in tokenizer.json inserts a text that is too long"
+                        f"a decoder step in tokenizer.json inserts {len(new)} characters; "
+                        f"the limit is {MAX_REWRITE}"
                     )
                 self._rewrites.append(lambda piece: piece.replace(old, new))
             case "Strip" if step["content"] == " " and not step["stop"]:

@@ -109,7 +109,7 @@ class Tokenizer(Vocabulary):
         self._first.no_truncation()
         self._first.no_padding()
         if self._first.decoder is None:
-            raise UnsupportedTokenizer("tokenizer.json has no decoder")
+            raise UnsupportedTokenizer("tokenizer.json has no decoder, which converts ids to text")
         self.file = tokenizer_json
         self.added = self._first.get_added_tokens_decoder()
         self.special = SpecialTokens(self.added)
@@ -234,8 +234,8 @@ def _without_prefix(first: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     for token_id, token in added:
         if tokenizer.token_to_id(token.content) != token_id:
             raise UnsupportedTokenizer(
-                f"tokenizer.json: id {token_id} of {token.content!r} is not "
-                "the id that the tokenizers library assigns"
+                f"tokenizer.json gives {token.content!r} the id {token_id}, but the tokenizers "
+                f"library assigns the id {tokenizer.token_to_id(token.content)}"
             )
     tokenizer.encode_special_tokens = True
     return tokenizer

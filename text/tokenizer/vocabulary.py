@@ -115,7 +115,7 @@ def store_tokens(tokens: Sequence[str | None]) -> tuple[bytes, bytes]:
     longest = max((len(token or "") for token in tokens), default=0)
     if longest > MAX_TOKEN_CHARS:
         raise UnsupportedTokenizer(
-            f"tokenizer.json has a token of {longest} characters, which is too long"
+            f"tokenizer.json has a token of {longest} characters; the limit is {MAX_TOKEN_CHARS}"
         )
     encoded = [(token or "").encode() for token in tokens]
     return array("I", map(len, encoded)).tobytes(), b"".join(encoded)

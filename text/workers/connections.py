@@ -229,7 +229,9 @@ class ForkServer:
         except OSError:  # includes TimeoutError
             if not is_received:
                 raise no_worker_error() from None
-            raise UnsupportedTokenizer("its files need too much time or memory") from None
+            raise UnsupportedTokenizer(
+                "loading its tokenizer takes too much time or memory"
+            ) from None
         if "error" in answer.head:
             raise UnsupportedTokenizer(answer.head["error"])
         return answer

@@ -65,7 +65,10 @@ def part_sizes(head: Mapping[str, Any]) -> list[int]:
     if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError("the head of the message lacks the sizes of its parts")
     if len(sizes) > MAX_PARTS or sum(sizes) > MAX_BYTES:
-        raise ValueError(f"the message is too large: {len(sizes)} parts of {sum(sizes)} bytes")
+        raise ValueError(
+            f"the message has {len(sizes)} parts of {sum(sizes)} bytes in total; "
+            f"the limits are {MAX_PARTS} and {MAX_BYTES}"
+        )
     return sizes
 
 
@@ -97,7 +100,9 @@ class MessageReader:
                 return None
             size = size_of(bytes(self._data[:SIZE_BYTES]))
             if size > MAX_HEAD_BYTES:
-                raise ValueError(f"the head of the message is too large: {size} bytes")
+                raise ValueError(
+                    f"the head of the message has {size} bytes; the limit is {MAX_HEAD_BYTES}"
+                )
             if len(self._data) < SIZE_BYTES + size:
                 return None
             head = head_of(self._take(SIZE_BYTES + size)[SIZE_BYTES:])
@@ -125,17 +130,17 @@ def result_of(answer: WorkerMessage, max_bytes: int) -> bytes:
     if "error" in answer.head:
         texts = [answer.head["error"], answer.head.get("param", "")]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError("the error text is not a string")
+            raise ValueError("the error text in the answer is not a string")
         if "num_tokens" in answer.head:
             num_tokens = answer.head["num_tokens"]
             if type(num_tokens) is not int or num_tokens < 1:
-                raise ValueError("num_tokens of the answer is not a positive integer")
+                raise ValueError("the number of tokens in the answer is not a positive integer")
             raise TooLong(cut(texts[0], MAX_QUOTED), num_tokens)
         raise TextError(*(cut(text, MAX_QUOTED) for text in texts))
     if len(answer.parts) != 1:
         raise ValueError(f"the answer has {len(answer.parts)} parts instead of one")
     if len(answer.parts[0]) > max_bytes:
-        raise ValueError(f"the answer is too large: {len(answer.parts[0])} bytes")
+        raise ValueError(f"the answer has {len(answer.parts[0])} bytes; the limit is {max_bytes}")
     return answer.parts[0]
 
 
@@ -157,7 +162,7 @@ def ids_of(answer: WorkerMessage, count: int, max_len: int) -> list[list[int]]:
     if not isinstance(lengths, list) or not all(type(n) is int and n >= 0 for n in lengths):
         raise ValueError("the answer lacks the lengths of its sequences")
     if len(lengths) != count or sum(lengths) * ID_BYTES != len(piece):
-        raise ValueError("the number of token ids in the answer is wrong")
+        raise ValueError("the answer has too few or too many sequences or token ids")
     ids = iter(memoryview(piece).cast("I"))
     return [list(islice(ids, length)) for length in lengths]
 
