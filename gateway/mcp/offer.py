@@ -60,8 +60,9 @@ def offered_tools(
 def with_offered(
     use: ToolUse | None, offered: Sequence[OfferedTool]
 ) -> tuple[ToolUse | None, Mapping[str, OfferedTool]]:
-    """Add MCP tools to the tools of a client's request; return the combined tools, and the MCP
-    tools that were added by name. An MCP tool with the name of a client's tool is left out.
+    """Add MCP tools to the tools of a client's request; return the combined tools, and a mapping
+    from names to the MCP tools that were added. An MCP tool with the name of a client's tool is
+    left out.
 
     No tool is added if the client's tool choice is "none". If it requires a call or allows only
     some tools, the model may call only the client's own tools.

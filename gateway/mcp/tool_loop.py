@@ -44,7 +44,9 @@ class McpTools:
         self, request: ChatCompletionRequest, next_turn: NextTurn
     ) -> tuple[ChatCompletionRequest, "McpToolLoop | None"]:
         """Return the request with the MCP tools added, and the loop that runs it. The loop is None
-        if the gateway may call none of the tools itself; the client then gets all calls."""
+        if the gateway may call none of the tools itself or the request has several choices; the
+        client then gets all calls. No tools are added if the answer must match a structure, since
+        it has no place for calls."""
         sampling = request.sampling
         constrained = sampling.structure is not None or sampling.prompt_logprobs is not None
         if (

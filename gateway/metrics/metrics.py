@@ -1,7 +1,7 @@
 """The gateway's Prometheus metrics, under vLLM's names where vLLM has the metric.
 
-The histogram of inter-token latency is an own class, since prometheus_client's takes two locks per
-observation, a tenth of the cost of a token. It exports no `_created` series.
+The histogram of inter-token latency is a separate class, since prometheus_client's takes two locks
+per observation, a tenth of the cost of a token. It exports no `_created` series.
 
 Ownership: GatewayMetrics creates two private registries and passes them on: one for the gateway's
 own metrics, and one for those of the fleet, taken from the last FleetView that

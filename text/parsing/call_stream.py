@@ -3,7 +3,7 @@ their first character; pure.
 
 The arguments of a known tool's call are streamed as soon as its name and their beginning are read;
 other calls are returned whole. Text that begins like a call but turns out malformed is returned as
-text, in order, unless a part of the call was already returned. Then the call ends as cut off at the
+text, in order. If a part of the call was already returned, the call instead ends as cut off at the
 first invalid character, and the text continues after it.
 
 If the answer ends inside a call because of its length limit, the partial call is returned, without
