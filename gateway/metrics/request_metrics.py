@@ -398,8 +398,8 @@ MAX_SHOWN = 200  # on the page, of open requests and of ended requests each
 
 class RequestLog:
     """The open and recently ended requests of this gateway. AdmissionLimits bound the number of
-    open ones; at most MAX_ENDED ended ones are kept: beyond, the oldest one of the tenant with the
-    most is dropped."""
+    open ones. At most MAX_ENDED ended ones are kept: above that, the oldest ended request of the
+    tenant with the most ended requests is dropped."""
 
     def __init__(self) -> None:
         self._open: dict[int, RequestMetrics] = {}  # in the order of arrival

@@ -148,8 +148,8 @@ def _as_lark_grammar(text: str) -> str:
 
 
 def _plain_escape(match: re.Match[str]) -> str:
-    r"""Rewrite a GBNF escape for the converter, which drops zeros of \u0041 and does not know
-    \-."""
+    r"""Rewrite one escape of a GBNF grammar for the converter to Lark, which drops the zeros of
+    \u0041 and does not know \-."""
     escape = match[1]
     if escape == "-":
         return r"\x2d"

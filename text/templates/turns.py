@@ -161,10 +161,10 @@ def with_known_systems(
     """Change system turns (role "system" or "developer") in places where the template does not show
     them.
 
-    There, leading system turns are joined into one and later ones become user turns. If the
-    template shows none at the beginning, the leading ones become part of the first user turn.
-    `places`: the places where it shows them (Capabilities.systems). `developer`: it knows that
-    role; if not, the role becomes "system".
+    In such places, leading system turns are joined into one and later ones become user turns. If
+    the template shows no system turn at the beginning, the leading ones become part of the first
+    user turn. `places`: the places where the template shows system turns (Capabilities.systems).
+    `developer`: the template knows the role "developer"; if not, that role becomes "system".
     """
     num_leading = num_leading_systems(messages)
     turns = [dict(message) for message in messages]
