@@ -1,4 +1,5 @@
-"""Files and batches of OpenAI's API, kept in a database and run beside other requests."""
+"""Files and batches of OpenAI's API. The gateway keeps them in its database and runs the requests
+of batches beside those of clients."""
 
 from pdserve.gateway.batches.batches import Batches
 from pdserve.gateway.batches.files import FileLimits, Files, Page, Stored

@@ -1,8 +1,9 @@
-"""The transactions of batches: `Batches` has those of clients and of leases, `OwnedBatch` those of
-the gateway that runs one.
+"""The database transactions on batches: `Batches` has those for clients and for claiming leases,
+`OwnedBatch` those of the gateway that runs a batch.
 
-Invariant: a line is either in `batch_lines` or in the output or error file. It moves there in one
-transaction, which fails unless the gateway still owns the batch.
+Invariant: each line of an input file is either a row of `batch_lines` (it has no result yet) or in
+the batch's output or error file. It moves there in one transaction, which fails unless the gateway
+still owns the batch.
 """
 
 import math
@@ -35,7 +36,8 @@ BEAT_S = 1.0  # between two beats of a live owner
 
 
 class BatchLease(NamedTuple):
-    """The owner of a batch ("": none), and the count of its renewals."""
+    """The lease of a batch: the id of the gateway that runs it ("" if none does), and a counter
+    that this gateway increments with each renewal."""
 
     batch_id: str
     owner: str
@@ -43,24 +45,25 @@ class BatchLease(NamedTuple):
 
 
 class LeaseWatch:
-    """Watches the leases of other gateways."""
+    """Detects leases whose gateway has died: their counter stops increasing."""
 
     def __init__(self) -> None:
         self._beats = Standstill()
 
     def free(self, leases: Sequence[BatchLease], now: float) -> list[BatchLease]:
-        """The leases without a live owner, in order. `leases` must be all leases; `now` is in
+        """Return the leases that a gateway may claim, in order: those without an owner, and those
+        not renewed for LEASE_S. `leases` must be the leases of all open batches; `now` is in
         seconds of a monotonic clock."""
         dead = self._beats.unchanged({lease.batch_id: lease for lease in leases}, LEASE_S, now)
         return [lease for lease in leases if not lease.owner or lease.batch_id in dead]
 
 
 class LeaseLost(Exception):
-    """Another gateway runs the batch now, or it has ended."""
+    """This gateway no longer owns a batch: another gateway runs it now, or the batch has ended."""
 
 
 class OpenBatch(NamedTuple):
-    """What a gateway needs to know of an open batch to decide whether to run it."""
+    """The facts about an open (not ended) batch by which a gateway decides whether to run it."""
 
     lease: BatchLease
     tenant: str
@@ -70,8 +73,8 @@ class OpenBatch(NamedTuple):
 
 
 class Batches:
-    """Transactions on the batches of all tenants, for clients and for gateways that look for
-    work."""
+    """Transactions on the batches of all tenants: create, find and cancel for clients; leases for
+    gateways that look for batches to run."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -88,8 +91,9 @@ class Batches:
         window_s: int,
         tags: dict[str, str] | None,
     ) -> StoredBatch:
-        """Create a batch. Raises ServiceError if the file does not exist or is not for batches, or
-        if the tenant has too many open batches."""
+        """Create a batch from an uploaded file. Raises ServiceError INVALID_ARGUMENT if the input
+        file does not exist or its purpose is not "batch", or if the tenant has MAX_OPEN open
+        batches already."""
         owner = tenant.id.hex()
         async with self._db.changing() as session:
             file = None
@@ -134,15 +138,17 @@ class Batches:
 
     @in_own_task
     async def page(self, tenant: str, page: Page) -> list[StoredBatch] | None:
-        """At most one row more than `page.limit`; None if there is no row `page.after`."""
+        """List a tenant's batches by creation time: at most `page.limit` rows and one more, which
+        shows that another page follows. Returns None if the tenant has no batch with the id
+        `page.after`."""
         async with self._db.reading() as session:
             return await rows_of(session, StoredBatch, [StoredBatch.tenant == tenant], page)
 
     @in_own_task
     async def cancel(self, tenant: str, batch_id: str) -> StoredBatch | None:
-        """Cancel a batch and return it: it has ended if no gateway had begun it, otherwise the
-        gateway that runs it ends it. None if it does not exist. Raises ServiceError if it had
-        already ended."""
+        """Cancel a batch and return it, or None if the tenant has no such batch. A batch that no
+        gateway has begun is "cancelled" at once; otherwise it is "cancelling" until its gateway
+        ends it. Raises ServiceError INVALID_ARGUMENT if it has already ended."""
         if not may_be_id(batch_id, MAX_ID):
             return None
         async with self._db.changing() as session:
@@ -163,9 +169,10 @@ class Batches:
     # --- age
 
     async def remove_ended(self, keep_s: int) -> None:
-        """Remove batches that ended more than `keep_s` ago, with their files; an input file of
-        several batches is removed with the last one. Several gateways may do so at once. Raises
-        ServiceError if the database cannot be used."""
+        """Remove batches that ended more than `keep_s` seconds ago, with their input, output and
+        error files. An input file that several batches use is removed with the last of them.
+        Several gateways may run this at once. Raises ServiceError if the database cannot be
+        used."""
         while batch_ids := await self._ended_before(keep_s):
             for batch_id in batch_ids:
                 await self._remove(batch_id)
@@ -196,7 +203,7 @@ class Batches:
 
     @in_own_task
     async def leases(self) -> list[OpenBatch]:
-        """All open batches, the oldest first."""
+        """Return all open batches of all tenants with their leases, oldest first."""
         query = (
             select(StoredBatch)
             .where(StoredBatch.status.in_(OPEN))
@@ -216,14 +223,15 @@ class Batches:
         ]
 
     async def claim(self, lease: BatchLease, owner: str) -> bool:
-        """Claim the batch; return whether it is the owner's now. Fails if, since the lease was
-        read, another gateway has claimed the batch or its holder has renewed it."""
+        """Make the gateway `owner` the owner of a batch; return whether it succeeded. It fails if
+        another gateway has claimed or renewed the lease since `lease` was read."""
         same = (StoredBatch.owner == lease.owner, StoredBatch.beat == lease.beat)
         return await self._change(lease.batch_id, *same, owner=owner, beat=lease.beat + 1)
 
     @in_own_task
     async def renew(self, owner: str) -> dict[str, str]:
-        """Renew all leases that the owner holds; return their batches' ids and statuses."""
+        """Renew the leases of all open batches that the gateway `owner` holds; return the statuses
+        of these batches by id."""
         is_held = (StoredBatch.owner == owner, StoredBatch.status.in_(OPEN))
         async with self._db.changing() as session:
             await session.execute(
@@ -233,7 +241,8 @@ class Batches:
             return {row.id: row.status for row in rows}
 
     async def release(self, owner: str, batch_id: str) -> None:
-        """Release the batch, so that any gateway may claim it at once."""
+        """Give up the lease of a batch that the gateway `owner` holds, so that any gateway may
+        claim it without waiting for the lease to expire."""
         await self._change(batch_id, StoredBatch.owner == owner, owner="")
 
     @in_own_task
@@ -243,8 +252,8 @@ class Batches:
 
 
 class OwnedBatch:
-    """The transactions of the gateway that owns a batch. Every method raises LeaseLost, without any
-    change, if the gateway no longer owns it."""
+    """Transactions on one batch by the gateway that owns it. Methods raise LeaseLost and change
+    nothing if this gateway no longer owns the batch."""
 
     def __init__(self, database: Database, batch_id: str, owner: str) -> None:
         self._db = database
@@ -261,7 +270,7 @@ class OwnedBatch:
 
     @in_own_task
     async def restart_validation(self) -> None:
-        """Remove the lines that an earlier owner has found."""
+        """Delete the rows of input lines that an earlier, interrupted validation has stored."""
         async with self._db.changing() as session:
             await self._lock(session)
             await session.execute(delete(BatchLine).where(BatchLine.batch_id == self._id))
@@ -278,16 +287,16 @@ class OwnedBatch:
 
     @in_own_task
     async def fail(self, errors: list[dict[str, Any]]) -> None:
-        """End a batch whose file cannot be run. This also applies to a batch that is being
-        cancelled."""
+        """End the batch as "failed", with `errors`, because its input file is invalid; also if the
+        client is cancelling the batch."""
         async with self._db.changing() as session:
             await self._lock(session, status="failed", ended_at=int(time.time()), errors=errors)
             await session.execute(delete(BatchLine).where(BatchLine.batch_id == self._id))
 
     @in_own_task
     async def begin(self, total: int) -> None:
-        """Record that the batch's lines are known. A batch that is being cancelled keeps its
-        status."""
+        """Record that the input file is valid and has `total` requests: the batch becomes
+        "in_progress", unless the client is cancelling it."""
         async with self._db.changing() as session:
             await self._lock(session, total=total)
             status = {"status": "in_progress", "in_progress_at": int(time.time())}
@@ -295,7 +304,8 @@ class OwnedBatch:
 
     @in_own_task
     async def lines(self, after: int, limit: int) -> list[Span]:
-        """The first lines after `after` that have no result."""
+        """Return the positions of the first `limit` input lines that have no result and whose
+        number is greater than `after`, in order."""
         query = (
             select(BatchLine)
             .where(BatchLine.batch_id == self._id, BatchLine.number > after)
@@ -308,7 +318,8 @@ class OwnedBatch:
 
     @in_own_task
     async def add_result(self, number: int, data: bytes, ok: bool) -> None:
-        """Store the result of a line."""
+        """Move input line `number` to the output file (if `ok`) or the error file, with `data` as
+        its line there, and increment the batch's count of completed or failed requests."""
         counter = StoredBatch.completed if ok else StoredBatch.failed
         async with self._db.changing() as session:
             await self._lock(session, **{counter.key: counter + 1})
@@ -316,7 +327,8 @@ class OwnedBatch:
 
     @in_own_task
     async def add_not_run(self, lines: Sequence[tuple[int, bytes]]) -> None:
-        """Write lines that will not be run to the error file; they are not counted."""
+        """Move input lines that will not run to the error file, as (line number, line of the error
+        file). They do not count as failed requests."""
         async with self._db.changing() as session:
             await self._lock(session)
             for number, data in lines:
@@ -324,7 +336,8 @@ class OwnedBatch:
 
     @in_own_task
     async def finalize(self) -> None:
-        """Record that no line remains. A batch that is being cancelled keeps its status."""
+        """Record that every input line has a result: the batch becomes "finalizing", unless the
+        client is cancelling it."""
         async with self._db.changing() as session:
             await self._lock(session)
             final = {"status": "finalizing", "finalizing_at": int(time.time())}
@@ -332,8 +345,8 @@ class OwnedBatch:
 
     @in_own_task
     async def end(self, status: str) -> None:
-        """End the batch with this status. From now on clients see its output and error files that
-        have lines."""
+        """End the batch with `status`. Its output and error files become visible to the client,
+        each only if it has lines."""
         async with self._db.changing() as session:
             await self._lock(session, status=status, ended_at=int(time.time()))
             batch = await session.get_one(StoredBatch, self._id)
@@ -361,8 +374,9 @@ class OwnedBatch:
                 setattr(batch, column, file_id)
 
     async def _lock(self, session: AsyncSession, **values: Any) -> None:
-        """Lock the batch; raises LeaseLost unless this gateway owns it. The first statement of each
-        transaction, so that other gateways wait for its end."""
+        """Lock the batch's row and set `values` in it; raise LeaseLost unless this gateway owns the
+        batch. Must be the first statement of a transaction, so that other gateways wait until the
+        transaction ends."""
         is_owned = (StoredBatch.owner == self._owner, StoredBatch.status.in_(OPEN))
         if not await _changed(session, self._id, *is_owned, **(values or {"owner": self._owner})):
             raise LeaseLost
@@ -377,12 +391,13 @@ class OwnedBatch:
 
 
 def result_file_id(batch_id: str, kind: str) -> str:
-    """The id of a batch's output or error file; its lines exist before the file does."""
+    """Return the id of a batch's output or error file (`kind`). Lines are stored under this id
+    while the batch runs, before the file itself exists."""
     return f"file-{batch_id.removeprefix('batch_')}-{kind}"
 
 
 async def _changed(session: AsyncSession, batch_id: str, *conditions: Any, **values: Any) -> bool:
-    """Change a batch; return whether one matched."""
+    """Set `values` in the row of a batch if it meets the conditions; return whether it did."""
     statement = update(StoredBatch).where(StoredBatch.id == batch_id, *conditions).values(**values)
     result: CursorResult[Any] = await session.execute(statement)  # type: ignore[assignment]
     return result.rowcount == 1

@@ -1,6 +1,7 @@
-"""Files of tenants in the database: written and read piece by piece, never whole.
+"""The uploaded files and batch results of tenants, in the database. They are written and read in
+pieces and never held in memory as a whole.
 
-Invariant: a client never sees an incomplete file; an upload that has stopped is removed.
+Invariant: a client never sees an incomplete file; an upload without progress is removed.
 """
 
 import asyncio
@@ -46,7 +47,8 @@ OPEN = ("validating", "in_progress", "finalizing", "cancelling")  # batches that
 
 @dataclass(frozen=True, slots=True)
 class FileLimits:
-    """Bytes of one file; bytes and number of all files of a tenant."""
+    """Limits of uploads: bytes of one file, and the total bytes and number of the files of one
+    tenant."""
 
     max_file_bytes: int
     max_bytes: int
@@ -55,7 +57,8 @@ class FileLimits:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The range of a list: `limit` rows after the one with the id `after`."""
+    """The requested part of a list: `limit` rows that follow the row with the id `after`, or the
+    first ones if `after` is empty."""
 
     after: str = ""
     limit: int = 20
@@ -63,14 +66,16 @@ class Page:
 
 
 class Standstill:
-    """Remembers when each value was first seen."""
+    """Detects named values that have stopped changing, such as the lease counter of a dead
+    gateway."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Hashable, float]] = {}
 
     def unchanged(self, values: Mapping[str, Hashable], for_s: float, now: float) -> set[str]:
-        """The names of values unchanged for `for_s` seconds. `values` must be all values; `now` is
-        in seconds of a monotonic clock."""
+        """Return the names whose value has been the same for at least `for_s` seconds over the last
+        calls. Pass all values in each call, since a name left out is forgotten; `now` is in seconds
+        of a monotonic clock."""
         previous, self._seen = self._seen, {}
         for name, value in values.items():
             previous_value, since = previous.get(name, (value, now))
@@ -79,7 +84,8 @@ class Standstill:
 
 
 class Files:
-    """Transactions on the files of all tenants; `tenant` is a Tenant's id in hexadecimal."""
+    """Transactions on the files of all tenants; the argument `tenant` is a tenant's id in
+    hexadecimal."""
 
     def __init__(self, database: Database, limits: FileLimits) -> None:
         self._db = database
@@ -88,8 +94,8 @@ class Files:
 
     @in_own_task
     async def begin(self, tenant: str) -> str:
-        """Create an incomplete file; return its id. Raises ServiceError if the tenant has too many
-        files."""
+        """Create an empty, incomplete file and return its id. Raises ServiceError INVALID_ARGUMENT
+        if the tenant already has the maximum number of files."""
         file_id = f"file-{uuid.uuid4().hex}"
         now = now_us()
         async with self._db.changing() as session:
@@ -113,8 +119,9 @@ class Files:
 
     @in_own_task
     async def append(self, tenant: str, file_id: str, number: int, data: bytes) -> None:
-        """Add a piece. Raises ServiceError if the tenant's files then exceed their limit, or if the
-        upload was aborted meanwhile."""
+        """Store piece `number` of an upload. Raises ServiceError INVALID_ARGUMENT if the tenant's
+        files exceed their total size limit with it, or if the upload was removed because it stood
+        still for STOPPED_S."""
         statement = (
             update(StoredFile)
             .where(StoredFile.id == file_id, StoredFile.complete.is_(False))
@@ -128,11 +135,15 @@ class Files:
             total_bytes = select(func.sum(StoredFile.num_bytes)).where(StoredFile.tenant == tenant)
             if int(await session.scalar(total_bytes) or 0) > self.limits.max_bytes:
                 text = f"your files may have at most {self.limits.max_bytes} bytes in total"
-                raise ServiceError(INVALID_ARGUMENT, f"{text}; delete some", param="file")
+                raise ServiceError(
+                    INVALID_ARGUMENT, f"the upload is refused: {text}; delete some", param="file"
+                )
 
     @in_own_task
     async def finish(self, file_id: str, filename: str, purpose: str) -> StoredFile:
-        """Complete the file. Raises ServiceError if the upload was aborted meanwhile."""
+        """Mark an uploaded file as complete, which makes it visible, and return it. Raises
+        ServiceError INVALID_ARGUMENT if the upload was removed because it stood still for
+        STOPPED_S."""
         async with self._db.changing() as session:
             file = await session.get(StoredFile, file_id)
             if file is None:
@@ -142,13 +153,14 @@ class Files:
 
     @in_own_task
     async def abandon(self, file_id: str) -> None:
-        """Remove a failed upload."""
+        """Delete the incomplete file of a failed upload."""
         async with self._db.changing() as session:
             await remove_files(session, [file_id])
 
     @in_own_task
     async def remove_stopped(self) -> None:
-        """Remove uploads whose gateway has died: those without a new piece for STOPPED_S."""
+        """Delete incomplete files that have had no new piece for STOPPED_S, e.g. because the
+        gateway that received them has died."""
         uploads = select(StoredFile.id, StoredFile.touched_us).where(StoredFile.complete.is_(False))
         async with self._db.changing() as session:
             touched = {row.id: row.touched_us for row in await session.execute(uploads)}
@@ -166,7 +178,9 @@ class Files:
 
     @in_own_task
     async def page(self, tenant: str, page: Page, purpose: str = "") -> list[StoredFile] | None:
-        """At most one row more than `page.limit`; None if there is no row `page.after`."""
+        """List a tenant's complete files, of one purpose unless `purpose` is empty, by creation
+        time: at most `page.limit` rows and one more, which shows that another page follows. Returns
+        None if no such file has the id `page.after`."""
         conditions = [StoredFile.tenant == tenant, StoredFile.complete.is_(True)]
         if purpose:
             conditions.append(StoredFile.purpose == purpose)
@@ -175,8 +189,8 @@ class Files:
 
     @in_own_task
     async def delete(self, tenant: str, file_id: str) -> bool:
-        """Delete a file; return whether it existed. Raises ServiceError while an open batch reads
-        it."""
+        """Delete a tenant's file; return whether it existed. Raises ServiceError INVALID_ARGUMENT
+        if the file is the input of a batch that has not ended."""
         if not may_be_id(file_id, MAX_ID):
             return False
         async with self._db.changing() as session:
@@ -194,7 +208,8 @@ class Files:
         return True
 
     async def pieces(self, file_id: str) -> AsyncGenerator[bytes, None]:
-        """The file's bytes in chunks. No transaction is open while the caller uses them."""
+        """Yield the content of a file in chunks of about PAGE_BYTES. No transaction is open between
+        two chunks, so a slow caller blocks no other."""
         last, largest = -1, PIECE_BYTES
         while True:
             limit = max(1, min(MAX_PAGE, PAGE_BYTES // max(1, largest)))
@@ -220,7 +235,7 @@ class Files:
 
     @in_own_task
     async def read(self, file_id: str, offset: int, num_bytes: int) -> bytes:
-        """A byte range of an uploaded file."""
+        """Return `num_bytes` of an uploaded file from byte `offset` on."""
         first, last = offset // PIECE_BYTES, (offset + max(1, num_bytes) - 1) // PIECE_BYTES
         query = (
             select(FilePiece.data)
@@ -239,7 +254,9 @@ async def rows_of(
     conditions: Sequence[ColumnElement[bool]],
     page: Page,
 ) -> list[Stored] | None:
-    """A page of a table by time; None if `conditions` matches no row `page.after`."""
+    """Return a page of the rows that match `conditions`, ordered by creation time: at most
+    `page.limit` rows and one more, which shows that another page follows. Returns None if no
+    matching row has the id `page.after`."""
     key = tuple_(table.created_us, table.id)
     query = select(table).where(*conditions)
     if page.after:
@@ -256,8 +273,8 @@ async def rows_of(
 
 
 async def remove_files(session: AsyncSession, file_ids: Sequence[str]) -> None:
-    """Delete files, then their pieces. The files come first, so that this transaction and a
-    concurrent append wait for each other."""
+    """Delete files and then their pieces. The order matters: deleting the file's row first makes
+    this transaction and a concurrent `append` to the same file wait for each other."""
     await session.execute(delete(StoredFile).where(StoredFile.id.in_(file_ids)))
     await session.execute(delete(FilePiece).where(FilePiece.file_id.in_(file_ids)))
 

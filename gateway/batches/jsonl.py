@@ -1,7 +1,7 @@
-"""The lines of a batch: one request per line in the input file, one result per line in the output.
-Pure.
+"""Parses the input lines of a batch (one JSON request each) and writes its output and error lines
+(one JSON result each). Pure.
 
-The input is untrusted: it may be binary, one endless line, or empty.
+The input file is untrusted: it may be binary, a single huge line, or empty.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,8 @@ BLANK = b" \t\r\n"
 
 
 class Span(NamedTuple):
-    """The position of a line in its file. `number` counts from 1 and includes blank lines."""
+    """The position of a line in the input file: its number from 1, counting blank lines, its first
+    byte `at`, and its length in bytes."""
 
     number: int
     at: int
@@ -30,7 +31,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LineError(Exception):
-    """An error in a line, as in a batch's `errors`."""
+    """An error in a line of the input file; clients see it in the `errors` of the batch."""
 
     code: str
     message: str
@@ -48,15 +49,15 @@ class LineError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LineRequest:
-    """The request in a line."""
+    """The valid request of one input line: the client's `custom_id` and the body for the API."""
 
     custom_id: str
     body: dict[str, Any]
 
 
 class LineSplitter:
-    """Splits a file that arrives piece by piece into lines. Bytes of a line beyond `max_bytes` are
-    counted but not kept."""
+    """Splits a file that arrives in pieces into lines. Of a line longer than `max_bytes`, only the
+    length is recorded, so memory stays bounded."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -66,7 +67,8 @@ class LineSplitter:
         self._number = 0
 
     def push(self, data: bytes) -> Iterator[tuple[Span, bytes | None]]:
-        """The lines that end in `data`, without blank ones; None for a line that is too long."""
+        """Add a piece of the file and yield each line that it completes, with its position; blank
+        lines are skipped. The content is None for a line longer than `max_bytes`."""
         start = 0
         while (end := data.find(b"\n", start)) >= 0:
             self._keep(data[start:end])
@@ -75,7 +77,7 @@ class LineSplitter:
         self._keep(data[start:])
 
     def flush(self) -> Iterator[tuple[Span, bytes | None]]:
-        """The last line, if it does not end with a newline."""
+        """End the file and yield its last line if the file does not end with a newline."""
         yield from self._end()
 
     def _keep(self, data: bytes) -> None:
@@ -96,12 +98,15 @@ class LineSplitter:
 
 
 def parse_line(line: bytes, endpoint: str) -> LineRequest:
-    """Parse a line. Raises LineError, without the line's number, if it is not a valid request."""
+    """Parse an input line and return its request. Raises LineError, with `line` None, if it is not
+    a valid request to `endpoint`."""
     try:
         num_values(line)  # refuse values that would block the event loop for long
         value = from_json(line, allow_inf_nan=False)
     except ServiceError:
-        raise LineError("invalid_json_line", "This line has too many values.") from None
+        raise LineError(
+            "invalid_json_line", "This line has more JSON values than a request may have."
+        ) from None
     except ValueError:
         value = None
     if not isinstance(value, dict):
@@ -115,20 +120,24 @@ def parse_line(line: bytes, endpoint: str) -> LineRequest:
         text = f"custom_id must be a string of 1 to {MAX_CUSTOM_ID} characters."
         raise LineError("invalid_value", text, "custom_id")
     if value["method"] != "POST":
-        raise LineError("invalid_value", "The method must be 'POST'.", "method")
+        raise LineError(
+            "invalid_value", "The method of a request in a batch must be 'POST'.", "method"
+        )
     if value["url"] != endpoint:
         text = f"The url must be the endpoint of the batch, {endpoint}."
         raise LineError("url_mismatch", text, "url")
     if not isinstance(body, dict):
-        raise LineError("invalid_value", "The body must be an object.", "body")
+        raise LineError(
+            "invalid_value", "The body of a request in a batch must be a JSON object.", "body"
+        )
     if body.get("stream"):
         raise LineError("invalid_value", "Requests in a batch cannot stream.", "body.stream")
     return LineRequest(custom_id, body)
 
 
 class LineChecker:
-    """Checks the lines of one file: each is a valid request, `custom_id` is unique, and their
-    number is within MAX_LINES."""
+    """Validates the lines of one input file in order: each must be a valid request with a
+    `custom_id` that no earlier line has, and there may be at most MAX_LINES."""
 
     def __init__(self, endpoint: str, max_bytes: int) -> None:
         self._endpoint = endpoint
@@ -137,10 +146,13 @@ class LineChecker:
         self.count = 0
 
     def check(self, span: Span, line: bytes | None) -> None:
-        """Check a line. Raises LineError if it is invalid."""
+        """Validate the next line, which is None if it is too long. Raises LineError if it is
+        invalid."""
         self.count += 1
         if self.count > MAX_LINES:
-            raise LineError("too_many_tasks", f"A batch may have at most {MAX_LINES} requests.")
+            raise LineError(
+                "too_many_tasks", f"The input file has more than {MAX_LINES} requests, the maximum."
+            )
         if line is None:
             text = f"This line has more than {self._max_bytes} bytes."
             raise LineError("line_too_long", text, None, span.number)
@@ -155,14 +167,16 @@ class LineChecker:
 
 
 def answered(request_id: str, custom_id: str, status: int, body: bytes) -> bytes:
-    """A line of the output or error file; `body` is the JSON of the response."""
+    """Return the line of the output or error file for a request that the API answered, with an HTTP
+    status and a JSON body."""
     head = to_json({"id": f"batch_req_{request_id}", "custom_id": custom_id})[:-1]
     response = to_json({"status_code": status, "request_id": request_id})[:-1]
     return b'%b,"response":%b,"body":%b},"error":null}\n' % (head, response, body or b"null")
 
 
 def not_run(request_id: str, custom_id: str, code: str, message: str) -> bytes:
-    """A line of the error file for a request without a response."""
+    """Return the line of the error file for a request that was never run, with the reason as error
+    `code` and `message`."""
     line = {
         "id": f"batch_req_{request_id}",
         "custom_id": custom_id,

@@ -1,13 +1,14 @@
-"""Runs one batch to its end, continuing where an earlier run stopped.
+"""Runs one batch to its end; a run after an interruption continues where the earlier one stopped.
 
-Routers do not know the models that workers still load, and a fleet serves its small models first,
-so an absent model may still appear. A line waits for it
-- to the end of the window, if the key had responses from it in the last day;
-- for STARTING_S after the gateway began, when workers may have been started with it;
-- for MODEL_WAIT_S in any case.
+Routers do not know models that workers are still loading, so a model that the API does not find may
+appear later. A line that requests such a model waits for it:
+- until the batch's completion window ends, if the API key had responses of the model in the last
+  day;
+- otherwise until STARTING_S after the gateway started, since workers may have started with it;
+- and for at least MODEL_WAIT_S.
 
-The state is in the database: an interrupted run loses only responses that were not committed, and
-those lines run again.
+All state is in the database: an interrupted run loses only responses not yet committed, and the
+lines of these run again.
 """
 
 import asyncio
@@ -50,9 +51,10 @@ REASONS = {
 
 
 class LineSlots:
-    """Lets at most `max_running` lines of batches run at once; tenants take turns. While any of
-    the `num_waiting()` client requests waits for its first token, a line starts only if no other
-    one runs, so that batches progress without delaying clients."""
+    """Limits the lines of all batches that run at once in this gateway to `max_running`; tenants
+    take turns. While a client's request waits for its first token (`num_waiting` returns their
+    number), a line starts only if no other one runs, so that batches make progress without delaying
+    clients."""
 
     def __init__(self, max_running: int, num_waiting: Callable[[], int]) -> None:
         self.max_running = max_running
@@ -62,7 +64,8 @@ class LineSlots:
 
     @asynccontextmanager
     async def turn(self, owner: bytes) -> AsyncIterator[None]:
-        """Run one line in the block."""
+        """Wait for a free slot and hold it for the `async with` block, in which the caller runs one
+        line."""
         async with self._turns.turn(owner):
             while self.running and self._num_waiting():  # noqa: ASYNC110  (nothing signals it)
                 await asyncio.sleep(PAUSE_S)
@@ -74,10 +77,13 @@ class LineSlots:
 
 
 class AbsentModels:
-    """Models that lines of one batch request and that no worker serves."""
+    """Models that lines of one batch request and that no worker serves, with the time since
+    when."""
 
     def __init__(self, tenant: str, was_used: WasUsed, starting_until: float) -> None:
-        """`starting_until` is in seconds on the clock of `gives_up`."""
+        """`starting_until`: end of the time in which workers may still be starting, in seconds on
+        the clock whose time `gives_up` gets. `was_used`: whether the tenant has used a model in the
+        last day."""
         self._tenant = tenant
         self._was_used = was_used
         self._starting_until = starting_until
@@ -85,13 +91,14 @@ class AbsentModels:
         self._given_up: set[str] = set()
 
     def found(self, model: str) -> None:
-        """Record that the model is served."""
+        """Record that a worker serves the model now."""
         self._since.pop(model, None)
         self._given_up.discard(model)
 
     async def gives_up(self, model: str, now: float) -> bool:
-        """Return whether "model not found" is the result of a line; if not, the line waits for the
-        model. Raises ServiceError if the database cannot be used."""
+        """Return whether to stop waiting for an absent model, so that "model not found" is the
+        result of its lines; if False, these lines keep waiting. Raises ServiceError if the database
+        cannot be used."""
         if model in self._given_up:
             return True
         if len(self._since) < MAX_MODELS:
@@ -108,7 +115,7 @@ class AbsentModels:
 
 @dataclass(frozen=True, slots=True)
 class LineResponse:
-    """The API's response to a line; `body` is JSON."""
+    """The API's response to the request of a line; `body` is JSON."""
 
     request_id: str
     status: int
@@ -121,14 +128,14 @@ SendLine = Callable[[str, bytes, Tenant, str], Awaitable[LineResponse]]
 
 
 class _Stopped(Exception):
-    """The run ends before the batch does, since `stopping` is set."""
+    """Ends a run before its batch has ended, because `BatchRun.stopping` is set."""
 
 
 class BatchRun:
-    """Validates the input file of a batch, runs its lines and ends it.
+    """Validates the input file of a batch, runs its lines and ends the batch.
 
-    `cancelling` is set when the client cancels the batch, `stopping` when this process ends:
-    running lines may finish, and no more are begun.
+    Set `cancelling` when the client cancels the batch. Set `stopping` when this process ends or no
+    longer accepts the batch's key: lines in progress finish, and no further ones start.
     """
 
     def __init__(
@@ -152,8 +159,9 @@ class BatchRun:
         self.stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Run until the batch has ended, or until soon after `stopping` is set. Raises LeaseLost,
-        and ServiceError if the database cannot be used."""
+        """Run the batch until it has ended, or until its lines in progress finish after `stopping`
+        is set. Raises LeaseLost if another gateway took the batch over, ServiceError if the
+        database cannot be used."""
         with suppress(_Stopped):
             await self._run()
 
@@ -187,7 +195,8 @@ class BatchRun:
     # --- the input file
 
     async def _validate(self, batch: StoredBatch) -> bool:
-        """Check all lines and store them; return whether all are valid."""
+        """Check all lines of the input file and store their positions; return whether all are
+        valid. If not, the batch ends as failed."""
         await self._owned.restart_validation()
         checker = LineChecker(batch.endpoint, self._max_line_bytes)
         errors: list[LineError] = []
@@ -233,7 +242,8 @@ class BatchRun:
     # --- answers
 
     async def _answer_lines(self, batch: StoredBatch) -> None:
-        """Run lines until none remains, the window ends, or the client cancels."""
+        """Run the batch's lines until each has a result, the completion window ends, or the client
+        cancels the batch."""
         tenant = Tenant(batch.key_name, bytes.fromhex(batch.tenant), batch.salt)
         working = asyncio.create_task(self._work(batch, tenant), name=batch.id)
         cancelling = asyncio.create_task(self.cancelling.wait())
@@ -250,8 +260,8 @@ class BatchRun:
             await asyncio.gather(working, cancelling, return_exceptions=True)
 
     async def _work(self, batch: StoredBatch, tenant: Tenant) -> None:
-        """Run all lines. Lines of absent models do not block others: they run when one of their
-        models appears."""
+        """Run all lines of the batch. Lines whose model no worker serves do not block the others:
+        they are set aside, and run when such a model appears."""
         while True:
             self._set_aside.clear()
             await self._answer_each(batch, tenant)
@@ -261,7 +271,8 @@ class BatchRun:
             await self._wait_for_a_model(batch, tenant)
 
     async def _wait_for_a_model(self, batch: StoredBatch, tenant: Tenant) -> None:
-        """Try one line of each absent model repeatedly, until a model appears or its wait ends."""
+        """Send the first line of each absent model repeatedly, with growing pauses, until one of
+        the models is served or is no longer waited for."""
         pause_s = FIRST_PAUSE_S
         self.waits = True
         try:
@@ -277,8 +288,9 @@ class BatchRun:
             self.waits = False
 
     async def _answer_each(self, batch: StoredBatch, tenant: Tenant) -> None:
-        """Run each line until it has a result or is set aside, or until soon after `stopping` is
-        set."""
+        """Send each line that has no result, several at a time, until it has a result or is set
+        aside because no worker serves its model. Stops early, after the lines in progress, if
+        `stopping` is set."""
         spans = self._spans()
         spans_lock = asyncio.Lock()
 
@@ -300,7 +312,7 @@ class BatchRun:
             raise errors.exceptions[0] from None
 
     async def _spans(self) -> AsyncGenerator[Span, None]:
-        """The lines without a result, in order."""
+        """Yield the positions of the input lines that have no result, in order."""
         last = 0
         while page := await self._owned.lines(last, PAGE):
             for span in page:
@@ -308,7 +320,8 @@ class BatchRun:
             last = page[-1].number
 
     async def _answer_line(self, batch: StoredBatch, tenant: Tenant, span: Span) -> None:
-        """Retry a line until it has a result or is set aside."""
+        """Send a line, again if the server is busy, until it has a result or is set aside because
+        no worker serves its model."""
         pause_s = FIRST_PAUSE_S
         while busy := await self._send_once(batch, tenant, span):
             await self._pause(max(busy.retry_after_s, pause_s))
@@ -317,8 +330,10 @@ class BatchRun:
     async def _send_once(
         self, batch: StoredBatch, tenant: Tenant, span: Span
     ) -> LineResponse | None:
-        """Run a line once, unless its model is known to be absent: then it is set aside. Returns a
-        response that is not a result. Everything is held in memory only during the line's turn."""
+        """Send the request of a line once and store its result. Sets the line aside without a
+        result if no worker serves its model. Returns the response if the server is busy, so that
+        the caller retries; else None. The line is in memory only while it holds a slot of
+        LineSlots."""
         async with self._slots.turn(tenant.id):
             self._check_stopping()
             request = await self._request(batch, span)
@@ -341,7 +356,7 @@ class BatchRun:
             return None
 
     async def _pause(self, min_s: float) -> None:
-        """Sleep for 1 to 1.5 times `min_s`; ends early when `stopping` is set."""
+        """Sleep for a random time of 1 to 1.5 times `min_s`; return early if `stopping` is set."""
         await _wait_for(self.stopping, min_s * random.uniform(1.0, 1.5))
 
     # --- lines that are not run
@@ -358,7 +373,7 @@ class BatchRun:
 
 
 async def _wait_for(event: asyncio.Event, wait_s: float) -> None:
-    """Wait until the event is set or the time is over."""
+    """Wait until the event is set, or at most `wait_s` seconds."""
     waiting: asyncio.Task[Any] = asyncio.create_task(event.wait())
     try:
         await asyncio.wait((waiting,), timeout=wait_s)

@@ -1,7 +1,7 @@
-"""Finds open batches and runs them: new ones, and those whose gateway has died.
+"""Finds open batches in the database and runs them: new ones, and those of gateways that have died.
 
-Invariant: a batch runs here only while this gateway holds its lease, which each transaction of a
-run verifies.
+Invariant: this gateway runs a batch only while it holds the batch's lease, which each transaction
+of the run verifies.
 """
 
 import asyncio
@@ -55,12 +55,14 @@ class _Running:
 
     @property
     def counts(self) -> bool:
-        """Whether the run counts against its key's limit."""
+        """Whether the run counts against the limit of concurrent batches of its key; runs that only
+        end a batch or wait for a model do not."""
         return not self.ending and not self.run.waits
 
 
 class BatchRunner:
-    """Runs batches of one database: `run` is its task, `wake` makes it look for batches at once."""
+    """Runs the batches of one database in this gateway. Run `run` as a task; call `wake` to look
+    for new or cancelled batches at once."""
 
     def __init__(
         self,
@@ -72,8 +74,8 @@ class BatchRunner:
         max_body_bytes: int,
         was_used: WasUsed,
     ) -> None:
-        """`accepts_key`: whether a key of that name is still accepted; otherwise its batches
-        wait."""
+        """`accepts_key`: whether an API key of that name is still accepted; batches of other keys
+        wait. `was_used`: whether a tenant has used a model in the last day."""
         self._db = database
         self._files = files
         self._batches = batches
@@ -93,11 +95,13 @@ class BatchRunner:
         self._stopping = False
 
     def wake(self) -> None:
-        """Look for batches at once, since one is new or is to be cancelled."""
+        """Look for batches at once instead of at the next interval; call it when a batch was
+        created or cancelled."""
         self._wake.set()
 
     async def run(self, send: SendLine) -> None:
-        """Run batches until cancelled."""
+        """Claim and run batches, and remove abandoned uploads, until this task is cancelled. `send`
+        sends the request of a line to the API."""
         loop = asyncio.get_running_loop()
         self._starting_until = loop.time() + STARTING_S
         swept = -SWEEP_S
@@ -110,21 +114,23 @@ class BatchRunner:
                         swept = loop.time()
                         await self._files.remove_stopped()
             except ServiceError as error:
-                log.warning("batches are paused; retrying: %s", error.message)
+                log.warning("cannot look for batches in the database; retrying: %s", error.message)
             with suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
                     await self._wake.wait()
             self._wake.clear()
 
     async def drain(self) -> None:
-        """Begin no more lines; return when running lines have ended and the leases are released."""
+        """Start no more batches or lines; return when the lines in progress have ended and the
+        leases of all batches are released."""
         await self._stop_claiming()
         for running in self._runs.values():
             running.run.stopping.set()
         await asyncio.gather(*(r.task for r in self._runs.values()), return_exceptions=True)
 
     async def close(self) -> None:
-        """End everything at once, and release the leases if the database responds."""
+        """Cancel all runs at once, and release their leases if the database responds within
+        CLOSE_S."""
         await self._stop_claiming()
         tasks = [running.task for running in self._runs.values()]
         for task in tasks:
@@ -149,8 +155,9 @@ class BatchRunner:
                 running.run.stopping.set()
 
     async def _claim(self, send: SendLine) -> None:
-        """Claim batches. Keys take turns: the next batch belongs to a key with the fewest runs
-        in this process."""
+        """Claim open batches and start them, within the limits MAX_RUNS, MAX_RUNS_OF_TENANT and
+        MAX_ENDING. API keys take turns: the next batch is one of a key with the fewest runs in this
+        process."""
         open_batches = await self._batches.leases()
         now, wall_now = asyncio.get_running_loop().time(), time()
         free = {lease.batch_id for lease in self._watch.free([o.lease for o in open_batches], now)}
@@ -177,7 +184,8 @@ class BatchRunner:
 
     @in_own_task
     async def _claim_one(self, opened: OpenBatch, send: SendLine, ending: bool) -> None:
-        """Claim a batch and start it; release it if the runner is stopping."""
+        """Claim a batch and start its run; if this runner began to stop meanwhile, release the
+        batch instead."""
         async with self._claiming:
             if self._stopping or not await self._batches.claim(opened.lease, self._owner):
                 return
@@ -189,7 +197,7 @@ class BatchRunner:
     def _start(self, opened: OpenBatch, send: SendLine, ending: bool) -> None:
         batch_id = opened.lease.batch_id
         if opened.lease.owner:
-            log.info("%s: taken over from another gateway", batch_id)
+            log.info("%s: this gateway takes the batch over from one that has died", batch_id)
         owned = OwnedBatch(self._db, batch_id, self._owner)
         absent = AbsentModels(opened.tenant, self._was_used, self._starting_until)
         run = BatchRun(owned, self._files, send, self._slots, self._max_line_bytes, absent)
@@ -200,13 +208,17 @@ class BatchRunner:
         try:
             await run.run()
         except LeaseLost:
-            log.info("%s: stopped here, because this gateway no longer owns it", batch_id)
+            log.info(
+                "%s: this gateway stops running the batch, since it no longer owns it", batch_id
+            )
         except ServiceError as error:
             self._pause(batch_id)
-            log.warning("%s: paused; retrying: %s", batch_id, error.message)
+            log.warning("%s: the batch is paused and will be retried: %s", batch_id, error.message)
         except Exception:
             self._pause(batch_id)
-            log.exception("%s: failed; retrying", batch_id)
+            log.exception(
+                "%s: unexpected error in the batch's run, which will be retried", batch_id
+            )
         finally:
             try:
                 with suppress(ServiceError):

@@ -1,8 +1,8 @@
-"""The tables of files and batches.
+"""The database tables of uploaded files, batch results and batches.
 
-A file is a sequence of pieces. Pieces of an upload have PIECE_BYTES each, so that a byte's piece is
-known. Pieces of an output are the results of a batch, each under its line's number, so a line
-cannot be in an output twice.
+A file is a sequence of numbered pieces. The pieces of an upload have PIECE_BYTES each, so the piece
+of a byte follows from its position. The pieces of an output or error file are the results of a
+batch, each under the number of its input line, so no line can be in an output twice.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ MAX_ID = 64  # characters
 
 
 class StoredFile(Base):
-    """A file of a tenant."""
+    """A row per file of a tenant, without its content; `complete` is false during the upload."""
 
     __tablename__ = "files"
     id: Mapped[str] = mapped_column(String(MAX_ID), primary_key=True)
@@ -32,7 +32,8 @@ class StoredFile(Base):
 
 
 class FilePiece(Base):
-    """Bytes of a file."""
+    """A row per piece of a file's content, numbered from 0 in an upload, by input line in a result
+    file."""
 
     __tablename__ = "file_pieces"
     file_id: Mapped[str] = mapped_column(String(MAX_ID), primary_key=True)
@@ -41,10 +42,11 @@ class FilePiece(Base):
 
 
 class StoredBatch(Base):
-    """A batch. Times are seconds since the epoch, as in the API.
+    """A row per batch. The times `..._at` are in seconds since the epoch, as in the API;
+    `created_us` is in microseconds.
 
-    `owner` is the gateway that runs the batch and increments `beat` while it lives. Only the owner
-    changes the batch, except that a client may cancel it through any gateway.
+    `owner` is the id of the gateway that runs the batch and increments `beat` while it lives. Only
+    the owner changes the row, except that a client may cancel the batch through any gateway.
     """
 
     __tablename__ = "batches"
@@ -78,7 +80,8 @@ class StoredBatch(Base):
 
 
 class BatchLine(Base):
-    """The position of a line without a result in the input file of its batch."""
+    """A row per input line that has no result yet, with its position in the input file of the
+    batch."""
 
     __tablename__ = "batch_lines"
     batch_id: Mapped[str] = mapped_column(String(MAX_ID), primary_key=True)

@@ -1,4 +1,4 @@
-"""Tools of MCP servers, which the gateway calls for the model."""
+"""Offers the tools of MCP servers to models, and calls these tools in the gateway."""
 
 from pdserve.gateway.mcp.config import read_config
 from pdserve.gateway.mcp.servers import McpServers

@@ -1,7 +1,8 @@
-"""Reads and checks the file of MCP servers, which has the form that other MCP clients use.
+"""Reads and checks the configuration file of MCP servers (--mcp-config), which has the same format
+as that of other MCP clients.
 
-Invariant: no error and no repr contains a value of the file, since commands, addresses, variables
-and headers may be secrets.
+Invariant: no error and no repr contains a value of the file, since commands, addresses, environment
+variables and headers may be secrets.
 """
 
 import os
@@ -28,14 +29,16 @@ Name = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class ToolServerError(Exception):
-    """An error that a server reports, in its own words."""
+    """An error that an MCP server reports, with the server's own text."""
 
 
 @dataclass(frozen=True, slots=True)
 class McpServer:
-    """One server: a program to start, or an address.
+    """The configuration of one MCP server: either a program to start or an HTTP address.
 
-    command: the program and its arguments. call_s: time limit of a tool call.
+    command: the program and its arguments; empty for a server with a url.
+    auto_approve: names of the tools that the gateway may call itself; "*" for all.
+    call_s: time limit of a tool call in seconds.
     """
 
     name: str
@@ -47,7 +50,8 @@ class McpServer:
     call_s: float = CALL_S
 
     def approves(self, tool: str) -> bool:
-        """Return whether the gateway may call the tool itself."""
+        """Return whether the gateway may call the tool itself instead of passing the call to the
+        client."""
         return tool in self.auto_approve or ALL in self.auto_approve
 
 
@@ -70,8 +74,9 @@ class _File(BaseModel):
 
 
 def read_config(path: str) -> list[McpServer]:
-    """Return the servers that are not disabled, in the file's order. Raises ValueError that says
-    what is wrong and where, also if the file cannot be read or the package mcp is missing."""
+    """Read the configuration file and return its servers that are not disabled, in the file's
+    order. Raises ValueError with the reason and the place if the file cannot be read, is invalid or
+    is writable by other users, or if the package mcp is not installed."""
     try:
         _check_package()
         with Path(path).open("rb") as file:
@@ -96,11 +101,12 @@ def _check_package() -> None:
     except PackageNotFoundError:
         installed = ""
     if not installed or int(installed.partition(".")[0]) < 2:
-        raise ValueError("the package mcp, 2 or newer, is required: pip install 'pdserve[mcp]'")
+        raise ValueError("MCP servers need the package mcp, 2 or newer: pip install 'pdserve[mcp]'")
 
 
 def servers_of(content: bytes) -> list[McpServer]:
-    """Return the servers in a file's content. Raises ValueError."""
+    """Parse the content of a configuration file and return its servers that are not disabled.
+    Raises ValueError with the reason and the place."""
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"the file has more than {MAX_FILE_BYTES} bytes")
     try:
@@ -162,7 +168,8 @@ def _check_url(path: str, url: str) -> None:
 
 
 def _first_error(error: ValidationError) -> str:
-    """Return the text of the first error, without the input, which may be a secret."""
+    """Return the text of the first validation error, without the invalid value, which may be a
+    secret."""
     first: Any = error.errors(include_url=False, include_input=False, include_context=False)[0]
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

@@ -1,7 +1,8 @@
-"""One connection to an MCP server, by the package mcp; imported only if servers are configured.
+"""A connection to one MCP server through the Python package mcp; imported only if MCP servers are
+configured.
 
-The task that opens a connection closes it, which ends a server that was started. Calls may come
-from any task; a cancelled call is cancelled at the server.
+The task that opens a connection must close it; closing ends a server program that was started for
+it. Any task may call tools; cancelling the task of a call also cancels the call at the server.
 """
 
 import logging
@@ -37,13 +38,14 @@ logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
 class Connection:
-    """A connection to an MCP server: lists and calls its tools."""
+    """An open connection to an MCP server, which lists and calls the server's tools."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
     async def tools(self) -> list[ServerTool]:
-        """Return the server's tools. Raises ToolServerError, or an exception of the transport."""
+        """Return the tools that the server lists. Raises ToolServerError if the server reports an
+        error, ConnectionError or another error of the transport if it cannot be reached."""
         with _converted_errors():
             return await self._list_tools()
 
@@ -59,7 +61,9 @@ class Connection:
         return tools
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call a tool. Raises as `tools` does, ConnectionError if the server has gone."""
+        """Call a tool of the server and return its result. Raises ToolServerError if the server
+        reports an error, ConnectionError or another error of the transport if it cannot be
+        reached."""
         with _converted_errors():
             result = await self._client.call_tool(name, dict(arguments))
         return ToolResult(_text(result), bool(result.is_error))
@@ -67,7 +71,9 @@ class Connection:
 
 @asynccontextmanager
 async def connect(server: McpServer) -> AsyncIterator[Connection]:
-    """Connect for the block. Raises as `tools`, also OSError for a program that cannot start."""
+    """Connect to an MCP server, and start its program if it has one, for the `async with` block.
+    Raises ToolServerError if the server reports an error, OSError if its program cannot start or it
+    cannot be reached, or another error of the transport."""
     async with AsyncExitStack() as stack:
         target: Any
         if server.command:
@@ -88,7 +94,8 @@ async def connect(server: McpServer) -> AsyncIterator[Connection]:
 
 @contextmanager
 def _converted_errors() -> Iterator[None]:
-    """Convert a server's error to ToolServerError, or ConnectionError if it has closed."""
+    """Convert an MCPError raised in the block to ConnectionError if the connection was closed, else
+    to ToolServerError with the server's text."""
     try:
         yield
     except MCPError as error:
@@ -98,7 +105,8 @@ def _converted_errors() -> Iterator[None]:
 
 
 def _text(result: CallToolResult) -> str:
-    """Return the result's text, with a description of other content."""
+    """Return the content of a tool's result as text; content other than text is replaced by a short
+    description of it."""
     if not result.content and result.structured_content is not None:
         return to_json(result.structured_content).decode()
     return "\n".join(map(_block_text, result.content))

@@ -1,4 +1,5 @@
-"""Selects the MCP tools that a chat is offered, their names, and who calls them; pure."""
+"""Selects the MCP tools that a chat request offers to the model, names them, and says which ones
+the gateway may call itself; pure."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_-]")
 
 
 class ServerTool(NamedTuple):
-    """A tool as its server lists it."""
+    """A tool as its MCP server lists it."""
 
     name: str
     description: str
@@ -21,7 +22,8 @@ class ServerTool(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool as models see it. `approved`: the gateway may call it itself."""
+    """An MCP tool in the form in which models see it. `approved`: the gateway may call it itself;
+    otherwise the client gets the call."""
 
     tool: Tool
     server: str
@@ -31,7 +33,7 @@ class OfferedTool:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of a call, as the model reads it."""
+    """The result of a tool call, as text for the model."""
 
     text: str
     is_error: bool
@@ -40,7 +42,8 @@ class ToolResult:
 def offered_tools(
     listed: Iterable[tuple[str, ServerTool, bool]],
 ) -> tuple[OfferedTool, ...]:
-    """Return the tools of (server, tool, approved), each under a unique name, `server__tool`."""
+    """Give each tool a unique name for models, `server__tool`, cut to MAX_NAME_CHARS. `listed` has
+    triples (server name, tool, whether the gateway may call it)."""
     offered: dict[str, OfferedTool] = {}
     for server, tool, approved in listed:
         full_name = _NOT_IN_NAMES.sub("_", f"{server}__{tool.name}")[:MAX_NAME_CHARS]
@@ -57,10 +60,12 @@ def offered_tools(
 def with_offered(
     use: ToolUse | None, offered: Sequence[OfferedTool]
 ) -> tuple[ToolUse | None, Mapping[str, OfferedTool]]:
-    """Return a client's tools with the offered ones, and the latter by name; a client's wins its
-    name.
+    """Add MCP tools to the tools of a client's request; return the combined tools, and a mapping
+    from names to the MCP tools that were added. An MCP tool with the name of a client's tool is
+    left out.
 
-    A client that requires calls, or allows only some tools, means its own tools.
+    No tool is added if the client's tool choice is "none". If it requires a call or allows only
+    some tools, the model may call only the client's own tools.
     """
     if use is None:
         use = ToolUse(())

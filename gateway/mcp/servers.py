@@ -1,7 +1,8 @@
-"""The MCP servers of a gateway: one task each, which connects, lists tools and reconnects.
+"""The MCP servers of a gateway. One task per server connects to it, lists its tools repeatedly and
+reconnects after failures.
 
-Invariant: `offered` has the tools of servers that answered their last query, so no request waits
-for a server that did not. Only a server's task opens and closes its connection.
+Invariant: `offered` has only tools of servers that answered their last query, so a request never
+waits for a server that is down. Only a server's task opens and closes its connection.
 """
 
 import asyncio
@@ -28,7 +29,8 @@ AWAY = "error: the tool is not available at the moment"
 
 
 class ToolConnection(Protocol):
-    """A connection to an MCP server; connection.py has the real one."""
+    """The interface of a connection to an MCP server; implemented in connection.py, and by fakes in
+    tests."""
 
     async def tools(self) -> Sequence[ServerTool]: ...
 
@@ -39,8 +41,9 @@ Connect = Callable[[McpServer], AbstractAsyncContextManager[ToolConnection]]
 
 
 class Pace(NamedTuple):
-    """Time limits in seconds: for a server to start or to answer a query; between two queries; the
-    first and the longest pause before a reconnect."""
+    """Times in seconds: `reply_s` limits the start of a server and each of its answers; `ask_s` is
+    the interval between two listings of its tools; pauses before a reconnect double from
+    `first_pause_s` to `max_pause_s`."""
 
     reply_s: float = 30.0
     ask_s: float = 15.0
@@ -49,8 +52,8 @@ class Pace(NamedTuple):
 
 
 class McpServers:
-    """The MCP servers of a gateway; `offered` has the tools that they offer now, in the order of
-    the configuration."""
+    """All MCP servers of a gateway. `offered` has the tools that are available now, in the order of
+    the servers in the configuration."""
 
     def __init__(
         self,
@@ -59,7 +62,8 @@ class McpServers:
         connect: Connect | None = None,
         pace: Pace = Pace(),  # noqa: B008  (immutable)
     ) -> None:
-        """`calls` counts calls by server, tool and outcome."""
+        """`calls` is a Prometheus counter of tool calls, labeled by server, tool and outcome.
+        `connect` opens a connection to a server; it defaults to connection.py's."""
         self.offered: tuple[OfferedTool, ...] = ()
         self._calls = calls
         self._servers = {
@@ -69,14 +73,16 @@ class McpServers:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to connect, in the background; needs a running loop."""
+        """Start one task per server, which connects to it in the background. Call it in a running
+        event loop."""
         self._tasks = [
             asyncio.create_task(server.run(), name=f"mcp-{name}")
             for name, server in self._servers.items()
         ]
 
     async def close(self) -> None:
-        """End the connections, and the servers that were started for them."""
+        """Close all connections and end the server programs that were started; waits at most
+        CLOSE_S."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -85,7 +91,8 @@ class McpServers:
     async def call(
         self, tool: OfferedTool, arguments: Mapping[str, Any], within_s: float, request: str
     ) -> ToolResult:
-        """Return a tool's answer, or an error result, in at most `within_s` seconds."""
+        """Call an MCP tool and return its result, cut to MAX_RESULT_CHARS. Returns an error result,
+        without raising, if the call fails or takes more than `within_s` seconds."""
         start = asyncio.get_running_loop().time()
         outcome = "cancelled"
         result = ToolResult(AWAY, True)
@@ -95,7 +102,12 @@ class McpServers:
             self._calls.labels(tool.server, tool.name, outcome).inc()
             elapsed_s = asyncio.get_running_loop().time() - start
             summary = f"{tool.server} {tool.name}: {outcome} in {elapsed_s:.3f}s"
-            log.info("%s, %d characters", summary, len(result.text), extra={"request": request})
+            log.info(
+                "%s, %d characters in the MCP tool's result",
+                summary,
+                len(result.text),
+                extra={"request": request},
+            )
         if len(result.text) > MAX_RESULT_CHARS:
             num_omitted = len(result.text) - MAX_RESULT_CHARS
             text = f"{result.text[:MAX_RESULT_CHARS]}\n[{num_omitted} more characters omitted]"
@@ -111,8 +123,8 @@ class McpServers:
 
 
 class _ServerTask:
-    """The task of one server, which connects and lists tools; `tools` is empty while the server is
-    unavailable."""
+    """The task of one MCP server: connects to it and lists its tools. `tools` is empty while the
+    server is unavailable."""
 
     def __init__(
         self, config: McpServer, connect: Connect | None, pace: Pace, on_change: Callable[[], None]
@@ -128,7 +140,8 @@ class _ServerTask:
         self._listed: Sequence[ServerTool] = []
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Connect to the server, and again with growing pauses after each failure, until the task
+        is cancelled."""
         if self._connect is None:
             # This import takes a while, and few gateways have servers.
             self._connect = await asyncio.to_thread(_imported_connect)
@@ -148,7 +161,8 @@ class _ServerTask:
             await asyncio.sleep(min(pause_s, self._pace.max_pause_s))
 
     async def _serve(self, connect: Connect) -> None:
-        """Query the server's tools periodically. Raises an exception once it is lost."""
+        """Connect to the server and list its tools every `ask_s` seconds. Raises an exception when
+        the server fails or does not answer in time."""
         async with AsyncExitStack() as stack:
             async with asyncio.timeout(self._pace.reply_s):
                 connection = await stack.enter_async_context(connect(self.config))
@@ -167,7 +181,9 @@ class _ServerTask:
     async def call(
         self, name: str, arguments: Mapping[str, Any], within_s: float
     ) -> tuple[ToolResult, str]:
-        """Return a result and its outcome, for metrics and the log."""
+        """Call a tool of this server; return its result and the outcome as a word for the metrics
+        and the log: "ok", "error", "timeout", "failed" or "away" (not connected). Does not raise if
+        the call fails."""
         if self._connection is None:
             return ToolResult(AWAY, True), "away"
         try:
@@ -179,7 +195,9 @@ class _ServerTask:
             return ToolResult(f"error: {error}", True), "error"
         except Exception as error:  # the package and its transports have other exceptions
             self._poll_now.set()  # checks whether it is still there
-            log.info("the MCP server %r failed: %s", self.config.name, _reason(error))
+            log.info(
+                "a tool call to the MCP server %r failed: %s", self.config.name, _reason(error)
+            )
             return ToolResult(AWAY, True), "failed"
         if result.is_error:
             return ToolResult(f"error: {result.text}", True), "error"
@@ -189,7 +207,7 @@ class _ServerTask:
         if listed != self._listed:
             self._listed = listed
             self.tools = self._bounded(listed)
-            log.info("the MCP server %r has %d tools", self.config.name, len(self.tools))
+            log.info("the MCP server %r now offers %d tools", self.config.name, len(self.tools))
             missing = self.config.auto_approve - {ALL, *(tool.name for tool in self.tools)}
             if listed and missing:
                 names = ", ".join(sorted(missing))[:MAX_LOGGED_CHARS]
@@ -201,7 +219,9 @@ class _ServerTask:
             self._on_change()
 
     def _bounded(self, listed: Sequence[ServerTool]) -> list[ServerTool]:
-        """Return the tools without those that are too large to be shown; cut descriptions."""
+        """Return at most MAX_TOOLS of the listed tools, without those whose schema exceeds
+        MAX_SCHEMA_BYTES, and with descriptions cut to MAX_DESCRIPTION_CHARS; log the names of
+        omitted tools."""
         tools: list[ServerTool] = []
         skipped = []
         for tool in listed:
@@ -222,7 +242,7 @@ class _ServerTask:
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> None:
-    """Wait until the event is set, or the time is up."""
+    """Wait until the event is set, or at most `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -237,7 +257,8 @@ def _imported_connect() -> Connect:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the reason to log: unknown errors may have texts with addresses and their secrets."""
+    """Return the reason of a server's failure for the log. Of an unknown exception, only the type
+    is returned, since its text may contain an address with secrets."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):

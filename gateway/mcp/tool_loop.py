@@ -1,7 +1,8 @@
-"""The tool loop: the gateway carries out the tool calls of a model's turn and runs the model again.
+"""The tool loop: after a turn of the model, the gateway carries out the turn's calls of MCP tools
+and runs the model again with their results.
 
-Invariant: a client sees only the calls that it has to carry out itself. One turn of the model runs
-at a time; closing the stream cancels the turn and its calls.
+Invariant: a client sees only the tool calls that it has to carry out itself. One turn runs at a
+time; closing the stream cancels the current turn and its calls.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ MAX_CALLS = 16  # carried out per turn; the model gets an error for further ones
 
 
 class McpTools:
-    """The tools that a Service offers to chats (its ServerTools)."""
+    """Adds the tools of the MCP servers to chat requests; the `ServerTools` of a Service."""
 
     def __init__(self, servers: McpServers, max_turns: int, clock: Callable[[], float]) -> None:
         self._servers = servers
@@ -42,8 +43,10 @@ class McpTools:
     def offer(
         self, request: ChatCompletionRequest, next_turn: NextTurn
     ) -> tuple[ChatCompletionRequest, "McpToolLoop | None"]:
-        """Return the request with the servers' tools, and the loop that runs it if the gateway may
-        call one of them."""
+        """Return the request with the MCP tools added, and the loop that runs it. The loop is None
+        if the gateway may call none of the tools itself or the request has several choices; the
+        client then gets all calls. No tools are added if the answer must match a structure, since
+        it has no place for calls."""
         sampling = request.sampling
         constrained = sampling.structure is not None or sampling.prompt_logprobs is not None
         if (
@@ -76,10 +79,12 @@ class _Call:
 
 
 class ToolTurn:
-    """Collects the output of one turn of the model; `push` returns the part that the client sees.
+    """Collects the output of one turn of the model; `push` adds output and returns what the client
+    sees of it.
 
-    Calls are held back until it is known whether the gateway carries them out. With `separated`, an
-    empty line comes before the text.
+    Tool calls are held back until the turn has a call that the client must carry out; all calls of
+    the turn are then passed to the client. With `separated`, the turn's text is preceded by an
+    empty line, since the client has text of an earlier turn.
     """
 
     def __init__(self, is_gateway_call: Callable[[str], bool], *, separated: bool) -> None:
@@ -120,11 +125,13 @@ class ToolTurn:
 
     @property
     def gateway_calls(self) -> list[_Call]:
-        """The calls of the turn if the gateway carries out all of them, else none."""
+        """The calls of the turn that the gateway must carry out: all of them, or none if the client
+        must carry out at least one."""
         return [] if self._has_client_call else list(self._calls.values())
 
     def message(self) -> dict[str, Any]:
-        """Return the turn as a message of the assistant, for the prompt of the next turn."""
+        """Return the turn as an assistant message with its text, reasoning and tool calls, for the
+        prompt of the next turn."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text or None}
         if thought := reasoning_of(self._content):
             message["reasoning_content"] = thought
@@ -140,7 +147,8 @@ class ToolTurn:
 
 
 def arguments_of(text: str) -> dict[str, Any] | None:
-    """Parse a JSON object that a model has written; None for anything else."""
+    """Parse the arguments of a tool call as the model wrote them. Empty text is {}; None if the
+    text is not a JSON object."""
     try:
         value = from_json(text or "{}", allow_inf_nan=False)
     except ValueError:
@@ -149,7 +157,8 @@ def arguments_of(text: str) -> dict[str, Any] | None:
 
 
 class McpToolLoop:
-    """Runs one request, with one choice, turn by turn."""
+    """Runs one chat request with one choice, turn by turn, until the model makes no more calls that
+    the gateway carries out, or until `max_turns`."""
 
     def __init__(
         self,
@@ -160,7 +169,9 @@ class McpToolLoop:
         max_turns: int,
         clock: Callable[[], float],
     ) -> None:
-        """`offered`: the servers' tools among those of the request, by name."""
+        """`offered`: the MCP tools of the request, by the name that the model sees. `next_turn`
+        prepares the completion of a further turn. `max_turns`: the calls of at most this many turns
+        are carried out."""
         self._request = request
         self._offered = offered
         tools = request.tool_use.tools if request.tool_use is not None else ()
@@ -173,7 +184,8 @@ class McpToolLoop:
     async def stream(
         self, completion: PreparedCompletion, run: Run
     ) -> AsyncGenerator[Delta | Usage, None]:
-        """Yield the deltas of all turns as those of one choice, then the usage of all."""
+        """Run all turns; yield their output as deltas of a single choice, then the summed usage of
+        all turns. Ends with finish reason "length" if a further turn is not possible."""
         messages = list(self._request.conversation.messages)
         usage = Usage(0, 0, 0)
         num_tokens = 0  # of earlier turns
@@ -213,21 +225,25 @@ class McpToolLoop:
             current = following
 
     def _is_gateway_call(self, name: str) -> bool:
-        """Return whether the gateway answers a call; also true for a call of an unknown tool."""
+        """Return whether the gateway handles a call of the tool `name` instead of the client. Also
+        True for a tool that does not exist: the gateway returns an error to the model."""
         if (offered := self._offered.get(name)) is not None:
             return offered.approved
         return name not in self._client_names
 
     def _may_continue(self, num_tokens: int) -> bool:
-        """Return whether the answer may have more tokens."""
+        """Return whether the answer, with `num_tokens` so far, is below the request's token
+        limit."""
         limit = self._request.sampling.max_tokens
         return limit is None or num_tokens < limit
 
     async def _call_all(
         self, calls: Sequence[_Call], num_before: int, completion: PreparedCompletion
     ) -> list[dict[str, Any]]:
-        """Carry out calls and return the tools' messages, in the same order. `num_before` is the
-        number of calls in earlier turns. Raises ServiceError at the request's timeout."""
+        """Carry out the calls of a turn concurrently and return their results as tool messages, in
+        the same order. `num_before` is the number of calls in earlier turns, which count against
+        the request's `max_tool_calls`. Raises ServiceError DEADLINE_EXCEEDED when the request's
+        time is over."""
         max_calls = self._request.max_tool_calls
         num_allowed = len(calls) if max_calls is None else max_calls - num_before
         async with asyncio.TaskGroup() as group:
@@ -271,7 +287,8 @@ class McpToolLoop:
         num_tokens: int,
         number: int,
     ) -> PreparedCompletion | None:
-        """Return the completion of the next turn; None if the context has no room for it."""
+        """Prepare the next turn for a conversation extended by the last turn's calls and results.
+        Returns None if its prompt does not fit in the model's context."""
         request = self._request
         sampling = replace(
             request.sampling, min_tokens=max(0, request.sampling.min_tokens - num_tokens)

@@ -1,4 +1,5 @@
-"""Measurements of the gateway: Prometheus metrics, the log of requests, usage by key."""
+"""Measurements of the gateway: Prometheus metrics, a log of open and recently ended requests, and
+the token usage of API keys."""
 
 from pdserve.gateway.metrics.gateway_processes import GatewayProcesses
 from pdserve.gateway.metrics.metrics import GatewayMetrics

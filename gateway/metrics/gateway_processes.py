@@ -1,7 +1,8 @@
-"""Queries the other gateway processes behind the same port for state that only they hold.
+"""Queries between the gateway processes that listen on the same port, for state that each keeps in
+its own memory.
 
-Each process listens on a Unix socket in a private folder. A query is a JSON line and its answer is
-one line. A dead or late process counts as having no answer.
+Each process listens on a Unix socket in a private folder. A query is one line of JSON, and so is
+its answer. A process that is dead or does not answer within ANSWER_S counts as having no answer.
 """
 
 import asyncio
@@ -21,11 +22,12 @@ Answer = Callable[[bytes, str], bytes]
 
 
 class GatewayProcesses:
-    """The other processes, as process `index` of `num` queries them; without a folder there are
-    none. Call `start` after all `serve` calls, and `close` at the end."""
+    """The connection of gateway process `index` with the `num` - 1 other processes of this gateway;
+    without a `folder` there are no others. Call `start` after all calls of `serve`, and `close` at
+    the end."""
 
     def __init__(self, folder: Path | None = None, index: int = 0, num: int = 1) -> None:
-        """Raises OSError if the folder cannot be opened."""
+        """`folder` holds the processes' sockets. Raises OSError if it cannot be opened."""
         self._folder = folder
         self._index = index
         self._num = num
@@ -35,11 +37,13 @@ class GatewayProcesses:
         self._fd = -1 if folder is None else os.open(folder, os.O_DIRECTORY | os.O_CLOEXEC)
 
     def serve(self, kind: str, answer: Answer) -> None:
-        """Answer the other processes' queries of this kind with `answer`."""
+        """Register `answer` as the function that answers queries of this kind from the other
+        processes."""
         self._answers[kind] = answer
 
     async def start(self) -> None:
-        """Start listening. Raises OSError if the socket cannot be created."""
+        """Listen on this process' socket for queries. Raises OSError if the socket cannot be
+        created."""
         if self._folder is None:
             return
         (self._folder / self._name(self._index)).unlink(missing_ok=True)  # of a dead process
@@ -55,7 +59,8 @@ class GatewayProcesses:
             self._fd = -1
 
     async def query(self, kind: str, tenant: bytes, details: str = "") -> list[bytes]:
-        """Query all other processes and return the non-empty answers received within ANSWER_S."""
+        """Send a query to all other gateway processes at once; return the non-empty answers that
+        arrive within ANSWER_S."""
         others = [index for index in range(self._num) if index != self._index]
         queries = [self._query_one(index, [kind, tenant.hex(), details]) for index in others]
         return [answer for answer in await asyncio.gather(*queries) if answer]
@@ -71,7 +76,7 @@ class GatewayProcesses:
                 finally:
                     writer.close()
         except (OSError, TimeoutError) as error:
-            log.debug("gateway %d does not answer: %s", index, error)
+            log.debug("gateway process %d did not answer a query: %s", index, error)
             return b""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -84,7 +89,7 @@ class GatewayProcesses:
                 writer.write(self._answers[kind](bytes.fromhex(tenant), details) + b"\n")
                 await writer.drain()
         except (OSError, TimeoutError) as error:
-            log.debug("a gateway closed its query before the answer: %s", error)
+            log.debug("another gateway process did not wait for the answer to its query: %s", error)
         finally:
             writer.close()
 

@@ -1,10 +1,11 @@
-"""The gateway's Prometheus metrics, under vLLM's names where they exist.
+"""The gateway's Prometheus metrics, under vLLM's names where vLLM has the metric.
 
-prometheus_client's Histogram takes two locks per observation, a tenth of the cost of a token. These
-histograms export no `_created` series.
+The histogram of inter-token latency is a separate class, since prometheus_client's takes two locks
+per observation, a tenth of the cost of a token. It exports no `_created` series.
 
-Ownership: GatewayMetrics creates two private registries and passes them down: one for the gateway's
-metrics, and one for the fleet's, from the last FleetView passed to `FleetCollector.update`.
+Ownership: GatewayMetrics creates two private registries and passes them on: one for the gateway's
+own metrics, and one for those of the fleet, taken from the last FleetView that
+`FleetCollector.update` got.
 """
 
 import os
@@ -44,20 +45,22 @@ _TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 
 
 class Observer(Protocol):
-    """Records the observations of one model."""
+    """A histogram's interface for recording values of one model."""
 
     def observe(self, value: float, times: int) -> None:
-        """Record a value `times` times; a bucket includes its upper bound."""
+        """Record the same value `times` times. A value equal to a bucket's upper bound counts in
+        that bucket."""
 
 
 class TokenHistogram(Protocol):
-    """A histogram by model."""
+    """A histogram of a value per token, with a label for the model; `of` returns the recorder of
+    one model."""
 
     def of(self, model: str) -> Observer: ...
 
 
 class MemoryHistogram(Collector):
-    """A histogram in memory, for a gateway of one process."""
+    """A TokenHistogram in this process' memory, for a gateway of one process."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name = name
@@ -79,8 +82,8 @@ class MemoryHistogram(Collector):
 
 
 class FileHistogram:
-    """A histogram of several processes, or of one model in it, which prometheus_client keeps in
-    files."""
+    """A TokenHistogram of a gateway with several processes, for all models or (from `of`) for one
+    model; prometheus_client keeps it in files that the processes share."""
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram
@@ -94,10 +97,12 @@ class FileHistogram:
 
 
 class GatewayMetrics:
-    """The metrics of the gateway, by served model, and those of the fleet.
+    """All Prometheus metrics of the gateway: those of its requests, labeled by model, and those of
+    the fleet.
 
-    With a folder, several gateway processes keep their metrics in files there, each under its
-    index. Any process exports the sums; a restarted process continues its counts.
+    With `folder`, several gateway processes keep their metrics in files in this folder, each under
+    its `index`. Any of them exports the sums over all processes; a restarted process continues its
+    counts.
     """
 
     def __init__(self, folder: Path | None = None, index: int = 0) -> None:
@@ -173,25 +178,29 @@ class GatewayMetrics:
         self.loop_lag = lag_histogram(self.registry)
 
     def add_process(self, certificates: Mapping[str, str]) -> None:
-        """Also export metrics of the process; of several processes, only the common ones."""
+        """Also export metrics of the build and of the TLS certificates (by name and file); if the
+        gateway has only this process, also its memory and CPU time."""
         self._exported.register(ProcessFacts(certificates))
         if self._exported is self.registry:
             ProcessCollector(registry=self._exported)
 
     def show_open(self, limits: AdmissionLimits) -> None:
-        """Set the number of requests in this gateway."""
+        """Set the gauge of requests in this gateway by state: waiting, open, and those of
+        batches."""
         self.open.labels("waiting").set(limits.waiting)
         self.open.labels("open").set(limits.open)
         self.open.labels("batch").set(limits.background)
 
     def page(self, with_fleet: bool) -> bytes:
-        """Return the metrics in Prometheus' text format."""
+        """Return all metrics in the text format of Prometheus, with those of the fleet if
+        `with_fleet`."""
         fleet = generate_latest(self.fleet_registry) if with_fleet else b""
         return generate_latest(self._exported) + fleet
 
 
 class FleetCollector(Collector):
-    """The router's view of its workers, as metrics."""
+    """Exports the router's view of its workers (load, KV blocks, KV transfers, retries) as
+    Prometheus metrics."""
 
     def __init__(self) -> None:
         self._view = FleetView()

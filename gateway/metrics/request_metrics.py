@@ -1,12 +1,14 @@
-"""Measures one request, phase by phase, for metrics, usage and its log line; and keeps the open
-requests of this gateway and those that ended last.
+"""Measures each request phase by phase for metrics, token usage and its log line, and keeps the
+open and the recently ended requests of this gateway.
 
-Invariant: the phases before the first token sum to the time to first token. The gateway measures
-the first two; router and decode worker report the next (protos/common.proto). "return" is the
-remainder: the communication between the processes in both directions.
+Invariant: the durations of the phases before the first token sum to the time to first token. The
+gateway measures "receive" and "prepare"; the router and the decode worker report the next ones
+(protos/common.proto). "return" is the remainder: the communication between the processes in both
+directions.
 
-Invariant: `close` is called once and counts the request once, however it ends. Only the Service
-adds requests to the log and ends them; readers get snapshots.
+Invariant: `RequestMetrics.close` is called once per request and counts it once, whether it ends
+with an answer or an error. Only the Service adds requests to the RequestLog and moves them to the
+ended ones; all others get snapshots.
 """
 
 import asyncio
@@ -29,7 +31,8 @@ MAX_ATTEMPTS = 16  # recorded per request
 
 @dataclass(frozen=True, slots=True)
 class RequestPhase:
-    """One phase, in seconds; `start_s` counts from the arrival of the request's head."""
+    """The name and duration of one phase of a request, in seconds; `start_s` counts from the
+    arrival of the HTTP head."""
 
     name: str
     start_s: float
@@ -47,8 +50,9 @@ def timeline(
     elapsed_s: float,
     phases: Phases | None,
 ) -> list[RequestPhase]:
-    """Return the phases of a request whose body took `receive_s` to receive. The other times count
-    from the end of the body. Times and phases not known yet are None."""
+    """Compute the phases of a request in order, each beginning where the one before ends.
+    `receive_s` is the time to receive its body; the other times count from the end of the body. A
+    time is None, and so is `phases`, if it is not known yet."""
     result: list[RequestPhase] = []
 
     def add(name: str, duration_s: float) -> None:
@@ -77,7 +81,8 @@ def timeline(
 
 @dataclass(frozen=True, slots=True)
 class RequestUsage:
-    """The tokens that one request has used."""
+    """The token counts of one request: prompt, prompt tokens from the prefix cache, and generated
+    tokens."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -86,7 +91,8 @@ class RequestUsage:
 
 @dataclass(frozen=True, slots=True)
 class PlacedAttempt:
-    """The addresses of the workers that one attempt of a request was placed on."""
+    """One attempt to run a request: when the router placed it, and the addresses of its decode and
+    prefill workers."""
 
     attempt: bytes
     at_s: float  # since the request arrived
@@ -96,10 +102,11 @@ class PlacedAttempt:
 
 @dataclass(frozen=True, slots=True)
 class RequestSnapshot:
-    """A snapshot of a request's metrics; times are in seconds since it arrived.
+    """The state of a request at one moment; times are in seconds since the request arrived.
 
-    `phase` is "preparing" (tokenizing the prompt), "placing" (no worker has it yet), "prefill",
-    "decode" or "ended". `phases` is known once the request has ended.
+    `phase` is "preparing" (tokenizing the prompt), "placing" (waiting for the router to choose a
+    worker), "prefill", "decode" or "ended". `phases` has the times of the phases; they are complete
+    once the request has ended.
     """
 
     request_id: str  # shown to the client
@@ -124,7 +131,7 @@ class RequestSnapshot:
     first_phases: Phases | None  # of the prompt with the first token, once known
 
     def timeline(self) -> list[RequestPhase]:
-        """Return the phases of the request in order."""
+        """Return the phases of the request in order, with start and duration in seconds."""
         times = self.prepared_s, self.first_token_s, self.elapsed_s
         return timeline(self.receive_s, *times, self.first_phases)
 
@@ -134,11 +141,12 @@ CountUsage = Callable[[Caller, str, RequestUsage], None]
 
 
 def uncounted(caller: Caller, model: str, usage: RequestUsage) -> None:
-    """Discard the usage: the CountUsage of a gateway without a usage log."""
+    """Discard the token usage of a request; the CountUsage of a gateway without a usage log."""
 
 
 class RequestMetrics:
-    """Measures one request with `clock`, in seconds, and logs it at its end."""
+    """Measures one request with `clock`, in seconds; its `close` updates the metrics, counts the
+    token usage and writes the request's log line."""
 
     def __init__(
         self,
@@ -188,14 +196,15 @@ class RequestMetrics:
         self._itl = self._metrics.itl.of(model)
 
     def next_turn(self, prompt_tokens: int) -> None:
-        """Start the next turn of a tool loop; drops the finish reasons of the turn before."""
+        """Record the start of a further turn of a tool loop: add its prompt tokens, and drop the
+        finish reasons of the turn before."""
         self._prompt_tokens += prompt_tokens
         self._last.clear()
         self._finishes.clear()
 
     def cut_short(self) -> None:
-        """Replace the finish reasons by "length": the model called tools, and its next turn does
-        not run."""
+        """Record that a tool loop ends after a turn with tool calls, because a further turn is not
+        possible: the finish reason becomes "length"."""
         self._finishes[:] = ["length"]
 
     def placed(self, placed: Placed) -> None:
@@ -208,7 +217,8 @@ class RequestMetrics:
             )
 
     def tokens(self, choice: int, count: int) -> None:
-        """Count new tokens of one choice."""
+        """Record that `count` new tokens of a choice arrived now, for the times to the first token
+        and between tokens."""
         self.num_generated += count
         now = self._clock()
         if self._first is None:
@@ -224,7 +234,8 @@ class RequestMetrics:
         self._finishes.append(finish)
 
     def finished(self, event: Finished, counts: Mapping[int, int]) -> None:
-        """Record the end of a prompt; `counts` has the number of returned tokens by choice."""
+        """Record that the choices of one prompt have ended: add the phase times in `event`, and the
+        number of returned tokens per choice in `counts`."""
         self._counted += sum(counts.values())
         if not event.HasField("phases"):  # no worker has reported the end
             return
@@ -240,7 +251,8 @@ class RequestMetrics:
             setattr(self._phases, name, slowest)
 
     def close(self, error: BaseException | None) -> None:
-        """End the request with an answer or an error: update metrics and usage, and log it."""
+        """End the measurement of a request, which has ended with an answer (`error` is None) or an
+        error: update the metrics, count its usage and log it."""
         now = self._ended = self._clock()
         self._note_usage(error)
         if error is None:
@@ -266,7 +278,7 @@ class RequestMetrics:
             self._end_span("" if error is None else self._finish)
 
     def state(self) -> RequestSnapshot:
-        """Return a snapshot of the request."""
+        """Return a snapshot of the request's state now, or at its end if it has ended."""
         end = self._clock() if self._ended is None else self._ended
         received = self._caller.received
         phase = "decode"
@@ -324,7 +336,8 @@ class RequestMetrics:
         self.span.end(error)
 
     def _note_usage(self, error: BaseException | None) -> None:
-        """Count the usage, including the tokens generated before an error."""
+        """Count the token usage of the ended request. After an error, tokens generated until then
+        count; if there are none, nothing counts."""
         if error is None:
             usage = RequestUsage(self._prompt_tokens, self._cached, self._counted)
         elif self.num_generated:
@@ -334,14 +347,15 @@ class RequestMetrics:
         self._count_usage(self._caller, self._model, usage)
 
     def _token_counts(self) -> str:
-        """Return the log text with the model and the counts of input and output tokens."""
+        """Return the part of the log line with the model and the numbers of input, cached and
+        output tokens."""
         return (
             f"{self._model}: {self._prompt_tokens} tokens in ({self._cached} cached), "
             f"{self._counted} out,"
         )
 
     def _phase_times(self) -> str:
-        """Return the log text with the workers and the time of each phase."""
+        """Return the part of the log line with the workers and the time of each phase."""
         first = "-" if self._first is None else f"{self._first - self.arrived:.3f}s"
         phases = self._phases
         return (
@@ -383,8 +397,9 @@ MAX_SHOWN = 200  # on the page, of open requests and of ended requests each
 
 
 class RequestLog:
-    """A bounded log: AdmissionLimits bound the open requests, MAX_ENDED the ended ones. Above
-    MAX_ENDED, the oldest ended request of the tenant with the most ended requests is dropped."""
+    """The open and recently ended requests of this gateway. AdmissionLimits bound the number of
+    open ones. At most MAX_ENDED ended ones are kept: above that, the oldest ended request of the
+    tenant with the most ended requests is dropped."""
 
     def __init__(self) -> None:
         self._open: dict[int, RequestMetrics] = {}  # in the order of arrival
@@ -392,11 +407,12 @@ class RequestLog:
         self._num_ended = 0
 
     def began(self, meter: RequestMetrics) -> None:
-        """Add an admitted request."""
+        """Add a request that has been admitted to the open requests."""
         self._open[id(meter)] = meter
 
     def ended(self, meter: RequestMetrics) -> None:
-        """Move a request, whose metrics are closed, to the ended ones; ignores one not admitted."""
+        """Move a request from the open to the ended ones, after `close` of its metrics. Does
+        nothing for a request that was never added."""
         if self._open.pop(id(meter), None) is None:
             return
         self._ended.setdefault(meter.tenant, deque()).append(meter.state())
@@ -409,7 +425,8 @@ class RequestLog:
                 del self._ended[tenant]
 
     def find(self, tenant: bytes, id_: str) -> RequestSnapshot | None:
-        """Return the tenant's latest request with this id, or None."""
+        """Return a snapshot of the tenant's latest request with the id `id_`, open or ended; None
+        if there is no such request."""
         for meter in reversed(self._open.values()):  # open requests are later than ended ones
             if meter.tenant == tenant and id_ in meter.ids:
                 return meter.state()
@@ -417,9 +434,9 @@ class RequestLog:
         return next((state for state in ended if id_ in state.ids), None)
 
     def open_of(self, tenant: bytes) -> list[RequestSnapshot]:
-        """Return the open requests of one tenant, oldest first."""
+        """Return snapshots of the tenant's open requests, oldest first."""
         return [meter.state() for meter in self._open.values() if meter.tenant == tenant]
 
     def ended_of(self, tenant: bytes) -> list[RequestSnapshot]:
-        """Return the last MAX_SHOWN ended requests of one tenant, latest first."""
+        """Return snapshots of the last MAX_SHOWN ended requests of the tenant, latest first."""
         return list(islice(reversed(self._ended.get(tenant, ())), MAX_SHOWN))

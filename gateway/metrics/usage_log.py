@@ -1,7 +1,8 @@
-"""The usage of API keys by hour, model and session, counted in memory and written once a second.
+"""The token usage of API keys by hour, model and session; it is counted in memory and written to
+the database once a second.
 
-No request waits for a write. A killed gateway loses the usage since its last write, at most FLUSH_S
-seconds; a graceful stop loses nothing.
+No request waits for the database. A gateway that is killed loses the usage of at most FLUSH_S; one
+that stops gracefully loses none.
 """
 
 import asyncio
@@ -44,7 +45,8 @@ COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 
 
 class UsageRow(Base):
-    """The sums of one hour, beginning at `start` (seconds since the epoch)."""
+    """A row of usage sums: one hour from `start` (seconds since the epoch), one API key, model and
+    session."""
 
     __tablename__ = "usage"
     tenant: Mapped[str] = mapped_column(String(32), primary_key=True)
@@ -68,8 +70,9 @@ class _Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UsageQuery:
-    """The query of a report over [start, end) in seconds, with sums per `bucket_s` seconds.
-    `group_by`: columns of UsageRow. `models` and `sessions` filter the rows unless empty."""
+    """The parameters of a usage report: the period [start, end) in seconds since the epoch, the
+    length `bucket_s` of the intervals to sum over, and the columns of UsageRow to group by.
+    `models` and `sessions` select rows; empty selects all."""
 
     start: int
     end: int
@@ -80,7 +83,8 @@ class UsageQuery:
 
 
 class UsageLog:
-    """Counts and reports usage; `count` is a CountUsage, `run` is the task that writes."""
+    """Counts the token usage of requests and reports it. `count` is the gateway's CountUsage; `run`
+    is the task that writes the counts to the database."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._db = database
@@ -91,7 +95,7 @@ class UsageLog:
         self._sessions: dict[tuple[str, str], set[str]] = {}  # of this hour, by key and model
 
     def count(self, caller: Caller, model: str, usage: RequestUsage) -> None:
-        """Count one request."""
+        """Add the token usage of one request to the counts in memory."""
         tenant, start = caller.tenant.id.hex(), int(self._clock()) // HOUR_S * HOUR_S
         session = self._session_key(start, tenant, model, without_nul(caller.session))
         self._add(
@@ -100,18 +104,21 @@ class UsageLog:
         )
 
     async def run(self) -> None:
-        """Write the usage every FLUSH_S until cancelled."""
+        """Write the counted usage to the database every FLUSH_S, until this task is cancelled."""
         while True:
             await asyncio.sleep(FLUSH_S)
             try:
                 await self.flush()
             except ServiceError as error:
-                log.warning("usage could not be written; retrying: %s", error.message)
+                log.warning(
+                    "token usage could not be written to the database; retrying: %s", error.message
+                )
 
     @in_own_task
     async def flush(self) -> None:
-        """Write all counted usage once. A cancelled flush continues, and the next one waits for it.
-        Raises ServiceError; the rows not written are kept."""
+        """Write the usage counted so far to the database. If the caller is cancelled, writing
+        continues, and the next call waits for it. Raises ServiceError if the database cannot be
+        used; what was not written is kept for the next call."""
         async with self._flushing:
             unwritten, self._counts = self._counts, {}
             rows = list(unwritten.items())
@@ -126,8 +133,8 @@ class UsageLog:
 
     @in_own_task
     async def report(self, tenant: str, query: UsageQuery, limit: int) -> Sequence[Row[Any]]:
-        """Return at most `limit` rows with `bucket` (its start), the columns of `group_by` and the
-        sums, ordered by time."""
+        """Return the tenant's usage sums, at most `limit` rows ordered by time: the start of the
+        interval (`bucket`), the columns of `group_by`, then the sums."""
         # A literal: with parameters, PostgreSQL would not see that the expressions are equal.
         width: ColumnElement[int] = literal_column(str(int(query.bucket_s)))
         bucket = (UsageRow.start - UsageRow.start % width).label("bucket")
@@ -148,7 +155,8 @@ class UsageLog:
 
     @in_own_task
     async def was_used(self, tenant: str, model: str) -> bool:
-        """Return whether the written usage of the last day has an answer of the model."""
+        """Return whether the tenant has used the model in the last day, by the usage in the
+        database."""
         if not may_be_id(model, len(model)):
             return False
         since = int(self._clock()) - DAY_S
@@ -159,14 +167,15 @@ class UsageLog:
             return await session.scalar(query.limit(1)) is not None
 
     async def forget(self, keep_s: int) -> None:
-        """Delete usage older than `keep_s`; several gateways may do so at once. Raises
-        ServiceError."""
+        """Delete usage older than `keep_s` seconds from the database. Several gateways may run this
+        at once. Raises ServiceError if the database cannot be used."""
         while await self._forget_some(keep_s):
             pass
 
     @in_own_task
     async def _forget_some(self, keep_s: int) -> bool:
-        """Delete up to ROWS_AT_ONCE rows; return whether there may be more."""
+        """Delete up to ROWS_AT_ONCE rows of usage older than `keep_s` seconds; return whether more
+        may follow."""
         keys = (UsageRow.tenant, UsageRow.start, UsageRow.model, UsageRow.session)
         async with self._db.changing() as session:
             cutoff_s = await self._db.now_s(session) - keep_s - HOUR_S

@@ -1,13 +1,13 @@
-"""Spreads the gateway's requests over all routers behind its targets.
+"""Distributes the gateway's requests over all routers that its --routers targets resolve to.
 
-Invariant: every open request gets exactly one terminal event. When a router is lost, drains or
-takes no new requests, its requests are reissued to other routers, each with the ids that it has,
-its placement and a higher epoch. Without any router, a request that a worker had waits until its
-deadline; others fail after GRACE_S.
+Invariant: every open request gets exactly one terminal event. When a router is lost, is draining or
+refuses a request, the request is issued again to another router with its prompt and generated ids,
+its placement and a higher epoch. While no router can be reached, a request that a worker has
+started waits until its deadline; other requests fail after GRACE_S.
 
-In a sharded fleet, a request that a worker has goes to a router which that worker joined; any other
-request goes to a router that knows a worker of its model. If no router has a worker for a request,
-it is retried every second, for GIVEN_BACK_S from the first router that had none.
+In a sharded fleet each worker joins only some routers. A request that has a worker goes to a router
+which that worker joined; any other request goes to a router that knows a worker of its model. If no
+router has a worker for a request, it is retried every second, for GIVEN_BACK_S.
 """
 
 import asyncio
@@ -57,7 +57,8 @@ T = TypeVar("T")
 
 
 class _Inbox:
-    """Events of one request, in order, from the sessions' readers to its one consumer."""
+    """The queue of one request's events, in order, from the readers of router sessions to the one
+    consumer of the request."""
 
     def __init__(
         self, request: ResumableRequest, key: bytes, now: float, take_token: TakeToken[Any] | None
@@ -89,7 +90,8 @@ class _Inbox:
             self.put(error)
 
     async def get(self) -> Any:
-        """Return the next item. Raises what `take_token` raised."""
+        """Wait for the next event or result of `take_token` and return it. Raises the exception
+        that `take_token` raised."""
         if not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -101,12 +103,12 @@ class _Inbox:
 
 
 class RouterClient:
-    """Talks to every router behind a list of targets (docs/discovery.md); see
-    gateway/router_client/upstream.py."""
+    """Sends requests to every router that a list of targets resolves to (docs/discovery.md).
+    Implements `Upstream`, whose methods are described in gateway/router_client/upstream.py."""
 
     def __init__(self, routers: Sequence[str], access: Access, boot: bytes) -> None:
         if not routers:
-            raise ValueError("no router address is configured")
+            raise ValueError("no router address is configured; set --routers")
         self._discovery = Discovery("--routers", routers, self._on_change, ready_only=True)
         self._changed = asyncio.Event()  # set when discovery has a change
         self._resolved: set[str] = set()  # addresses of routers that may get new requests
@@ -119,18 +121,20 @@ class RouterClient:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> "asyncio.Task[None]":
-        """Start looking for routers. The task ends only by a failure, or by `close`."""
+        """Start the task that finds routers and keeps a session with each, and return it. The task
+        ends only if it fails, or by `close`."""
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._keep_sessions(), name="routers")
         return self._task
 
     def _on_change(self) -> None:
-        """Wake the search for routers; called from any thread."""
+        """Make the task look for routers at once, because service discovery has a change. May be
+        called from any thread."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._changed.set)
 
     async def close(self) -> None:
-        """End the sessions; open requests fail."""
+        """End the sessions with all routers; open requests fail with UNAVAILABLE."""
         self._discovery.close()
         if self._task is not None:
             self._task.cancel()
@@ -142,15 +146,15 @@ class RouterClient:
 
     @property
     def num_connected(self) -> int:
-        """The number of routers with a session."""
+        """The number of routers with which a session is open."""
         return len(self._live())
 
     def _live(self) -> list[RouterConnection]:
         return [session for session in self._sessions.values() if session.channel is not None]
 
     def _candidates(self, refused_by: Container[RouterConnection] = ()) -> list[RouterConnection]:
-        """Routers that may get a request: of the live ones that have not refused it, those found at
-        the last look, or all if that leaves none."""
+        """Return the connected routers that may get a request, without those in `refused_by`.
+        Prefer routers that discovery still lists; if it lists none of them, return them all."""
         candidates = [session for session in self._live() if session not in refused_by]
         return [
             session for session in candidates if session.address in self._resolved
@@ -163,7 +167,9 @@ class RouterClient:
     ) -> AsyncGenerator[RequestEvent | T, None]:
         loop = asyncio.get_running_loop()
         if start.request in self._inboxes:
-            raise ServiceError(INVALID_ARGUMENT, f"request id {quoted(start.request)} is in use")
+            raise ServiceError(
+                INVALID_ARGUMENT, f"request id {quoted(start.request)} is in use by an open request"
+            )
         request = ResumableRequest(start, loop.time())
         inbox = _Inbox(request, conversation(start), loop.time(), take_token)
         self._inboxes[start.request] = inbox
@@ -197,7 +203,8 @@ class RouterClient:
         inbox.put(inbox.request.fail(DEADLINE_EXCEEDED, "the request ran longer than its timeout"))
 
     def _assign(self, inbox: _Inbox) -> bool:
-        """Issue a request to a router. Returns False if no router may get it, so that it waits."""
+        """Choose a router for a request and send the request to it. Returns False if no router may
+        get it; the request then waits for one."""
         self._detach(inbox)
         now = asyncio.get_running_loop().time()
         session = self._router_for(inbox, now)
@@ -210,8 +217,10 @@ class RouterClient:
         return True
 
     def _router_for(self, inbox: _Inbox, now: float) -> RouterConnection | None:
-        """A router that the request's worker has joined, else one that knows its model, else any.
-        If none of the worker's routers knew the worker, the request drops its placement."""
+        """Choose a router for a request: one that the request's worker has joined, else one that
+        knows a worker of the model, else any; None if no router may get it. If the routers that the
+        worker joins have all refused the request, drop its placement, so that another worker can
+        continue it."""
         candidates = {session.address: session for session in self._candidates(inbox.refused_by)}
         live = (session.address for session in self._live())
         joined = inbox.request.routers_of_its_worker(live)
@@ -226,7 +235,7 @@ class RouterClient:
 
     @staticmethod
     def _detach(inbox: _Inbox) -> None:
-        """Detach the request from its router."""
+        """Record that the request is no longer on its router."""
         if inbox.session is not None:
             inbox.session.num_open -= 1
             inbox.session = None
@@ -252,14 +261,16 @@ class RouterClient:
 
     @staticmethod
     def _send(inbox: _Inbox, message: GatewayMessage) -> None:
-        """Queue a message for the request's router. Without a router nothing is lost: the next one
-        receives the whole request again, and a router ends the requests of a lost session."""
+        """Queue a message for the router that has the request. If none has it, the message can be
+        dropped: the next router receives the whole request again, and a router ends the requests of
+        a lost session."""
         if inbox.session is not None:
             inbox.session.send(message)
 
     async def pick(self, request: PickRequest) -> PickReply:
-        """The placement of this prompt by the router that would get it; in a sharded fleet by
-        another router if that one knows no worker there. Raises ServiceError UNAVAILABLE."""
+        """Ask the router that would get a request with this prompt where it would place the
+        request; in a sharded fleet, ask further routers if that one knows no worker of the model.
+        Raises ServiceError UNAVAILABLE if no router replies."""
         now = asyncio.get_running_loop().time()
         start = Start(
             model=request.model, cache_salt=request.cache_salt, prompt_ids=request.prompt_ids
@@ -298,8 +309,9 @@ class RouterClient:
         inbox.put(inbox.request.take(event))
 
     def _may_go_elsewhere(self, inbox: _Inbox, failed: Failed) -> bool:
-        """Whether another router may take a request that this one has not begun: this one drains,
-        or no worker of the model has joined it."""
+        """Return whether to offer a request that a router refused to another router: the refusing
+        router had not begun it and is draining, or (in a sharded fleet) no worker of its model has
+        joined that router."""
         if failed.attempt:
             return False
         sharded = self._model_files.sharded or inbox.given_back_since is not None
@@ -308,13 +320,14 @@ class RouterClient:
 
     @staticmethod
     def _is_retried(inbox: _Inbox) -> bool:
-        """Whether to retry a request that every router has refused, since one of them may get a
-        worker for it."""
+        """Return whether a request that every router has refused for lack of a worker is tried
+        again; it fails after GIVEN_BACK_S."""
         since = inbox.given_back_since
         return since is not None and asyncio.get_running_loop().time() - since < GIVEN_BACK_S
 
     def _retry_given_back(self) -> None:
-        """Reissue the requests that every router has refused, to any router."""
+        """Issue the requests again that every router has refused for lack of a worker; any router
+        may get them."""
         for inbox in list(self._inboxes.values()):
             if inbox.session is None and inbox.given_back_since is not None:
                 inbox.refused_by.clear()
@@ -339,7 +352,8 @@ class RouterClient:
         self._fail_unplaced(now)
 
     def _fail_unplaced(self, now: float) -> None:
-        """Without any router, fail requests that never ran after GRACE_S."""
+        """If no router is connected, fail the requests that no worker has started and that have
+        waited longer than GRACE_S."""
         if self._live():
             return
         for inbox in list(self._inboxes.values()):
@@ -350,8 +364,8 @@ class RouterClient:
     # --- the sessions
 
     async def _keep_sessions(self) -> None:
-        """Open a session to each new address; close lost ones that no target resolves to any
-        more."""
+        """Resolve the targets repeatedly and open a session to each new router; drop the sessions
+        that are lost and whose address is no longer resolved."""
         reported: set[str] = set()
         while True:
             self._changed.clear()
@@ -378,8 +392,8 @@ class RouterClient:
     # --- models and fleet
 
     def _routers(self) -> list[LiveRouter]:
-        """The live routers, the oldest session first, since a new router may not know any
-        worker."""
+        """Return the connected routers, the one with the oldest session first, since a router that
+        has just started may not know any worker yet."""
         return _reachable(sorted(self._live(), key=lambda session: session.up_since))
 
     async def models(self) -> Sequence[ModelCard]:

@@ -1,9 +1,11 @@
-"""Requests the fleet's models, their files (blobs) and the fleet view from live routers.
+"""Requests the list of models, the files of models (blobs) and the view of the fleet from the
+connected routers.
 
-In a full mesh any router knows everything, and the first reply counts. In a sharded fleet a router
-knows only the workers that joined it, so the replies of all are merged.
+If every worker joins every router, any router knows the whole fleet and one reply suffices. In a
+sharded fleet a router knows only the workers that joined it, so the replies of all routers are
+merged.
 
-Invariant: a blob is kept only if its bytes match the digest that names it.
+Invariant: a blob is kept only if its bytes match the SHA-256 digest that names it.
 """
 
 import asyncio
@@ -40,16 +42,18 @@ RequestT = TypeVar("RequestT")
 
 
 class LiveRouter(NamedTuple):
-    """The address of a router with an open session, and the channel for calls to it."""
+    """The address of a router with an open session, and the gRPC channel for calls to it."""
 
     address: str
     channel: grpc.aio.Channel
 
 
 class ModelFiles:
-    """Calls routers and caches their replies; see gateway/router_client/upstream.py.
+    """Calls routers for models, blobs and the fleet view, and caches the replies; the methods are
+    described in gateway/router_client/upstream.py.
 
-    `routers`: the live ones, the best first. Without any, calls raise ServiceError UNAVAILABLE.
+    The parameter `routers` lists the connected routers, in order of preference. If it is empty,
+    methods raise ServiceError UNAVAILABLE.
     """
 
     def __init__(self) -> None:
@@ -61,11 +65,12 @@ class ModelFiles:
 
     @property
     def sharded(self) -> bool:
-        """Whether some workers have joined only some of the routers."""
+        """Whether the fleet is sharded: some workers have joined only some of the routers."""
         return bool(self._listed)
 
     def knowing(self, model: str, now: float) -> set[str]:
-        """Addresses of the routers of a sharded fleet that recently had workers of the model."""
+        """Return the addresses of the routers that reported a worker of the model within the last
+        OLD_S. Empty if the fleet is not sharded."""
         return {
             address
             for address, (replied_at, cards) in self._listed.items()
@@ -73,7 +78,8 @@ class ModelFiles:
         }
 
     async def models(self, routers: Sequence[LiveRouter]) -> Sequence[ModelCard]:
-        """The model cards, at most MODELS_AGE_S old, unless no router replies within PATIENCE_S."""
+        """Return the cards of the fleet's models, at most MODELS_AGE_S old. If no router replies
+        within PATIENCE_S, return older cards."""
         now = asyncio.get_running_loop().time()
         if self._models is not None and now - self._models[0] <= MODELS_AGE_S:
             return self._models[1]
@@ -87,8 +93,8 @@ class ModelFiles:
         return self._models[1]
 
     async def _refresh(self, routers: Sequence[LiveRouter]) -> None:
-        """Update the cards; keep the old ones if no router replies. Raises ServiceError UNAVAILABLE
-        if there are none yet."""
+        """Replace the cached model cards by those of the routers' replies. If no router replies,
+        keep the old cards; if there are none, raise ServiceError UNAVAILABLE."""
         try:
             models = await self._query_models(routers)
         except ServiceError:
@@ -98,9 +104,10 @@ class ModelFiles:
             self._models = asyncio.get_running_loop().time(), models
 
     async def _query_models(self, routers: Sequence[LiveRouter]) -> Sequence[ModelCard]:
-        """The models of the first router, or of another one if it does not reply within OLDEST_S;
-        if one reports that the fleet is sharded, the models of all. Raises ServiceError UNAVAILABLE
-        if no router replies."""
+        """Query the model cards from the routers at once. Return those of the first router, or of
+        another one if it does not reply within OLDEST_S or has none; if a reply says that the fleet
+        is sharded, return the models of all routers. Raises ServiceError UNAVAILABLE if no router
+        replies."""
         queries = {r.address: asyncio.create_task(_list(r.channel)) for r in _nonempty(routers)}
         try:
             reply = await _first_with_models(list(queries.values()))
@@ -122,8 +129,9 @@ class ModelFiles:
     def _union(
         self, replies: Mapping[str, ListModelsResponse | None], routers: Iterable[str]
     ) -> Sequence[ModelCard]:
-        """The models of these routers, by the last reply of each; of two cards with the same name,
-        the first router's."""
+        """Merge the model cards of several routers, using a router's last reply (at most OLD_S old)
+        if it has no new one. Of two cards with the same name, that of the router that comes first
+        wins."""
         now = asyncio.get_running_loop().time()
         recent = {a: listed for a, listed in self._listed.items() if now - listed[0] <= OLD_S}
         new = {a: (now, tuple(reply.models)) for a, reply in replies.items() if reply is not None}
@@ -149,9 +157,9 @@ class ModelFiles:
         return data
 
     async def fleet(self, routers: Sequence[LiveRouter]) -> FleetView:
-        """The first router's view of the fleet; another one's if it does not reply or knows no
-        worker; in a sharded fleet, the merged views of all. Raises ServiceError UNAVAILABLE if no
-        router replies."""
+        """Return the first router's view of the fleet, or another router's if the first does not
+        reply or knows no worker; in a sharded fleet, the merged views of all routers. Raises
+        ServiceError UNAVAILABLE if no router replies."""
         first, *others = _nonempty(routers)
         view = await _fleet_of(first.channel)
         if view is not None and view.workers and not self._is_sharded(view):
@@ -168,8 +176,8 @@ class ModelFiles:
         return self.sharded or any(worker.hello.join_routers for worker in view.workers)
 
     async def pick(self, routers: Sequence[LiveRouter], request: PickRequest) -> PickReply:
-        """The first router's reply; in a sharded fleet, the reply of the first router that a worker
-        there has joined."""
+        """Ask the first router where it would place a request, and return its reply. In a sharded
+        fleet, ask the next routers in turn until one has a worker for it."""
         first, *others = _nonempty(routers)
         reply: PickReply = await _answer(RouterStub(first.channel).Pick, request, CALL_S)
         for router in others if self._listed else ():
@@ -185,8 +193,8 @@ class ModelFiles:
 async def _first_with_models(
     queries: Sequence["asyncio.Task[ListModelsResponse | None]"],
 ) -> ListModelsResponse | None:
-    """The first reply that names a model, preferably the first router's if it arrives within
-    OLDEST_S; None if no reply does."""
+    """Return the first reply that names a model: the first router's if it arrives within OLDEST_S,
+    else the one that arrives first. None if no reply names a model."""
     await asyncio.wait(queries[:1], timeout=OLDEST_S)
     waiting = list(queries)
     while waiting:
@@ -200,22 +208,23 @@ async def _first_with_models(
 
 
 async def _list(channel: grpc.aio.Channel) -> ListModelsResponse | None:
-    """The models of one router; None if it does not reply."""
+    """Query the model cards of one router; None if it does not reply within LIST_S."""
     with suppress(ServiceError):
         return await _answer(RouterStub(channel).ListModels, ListModelsRequest(), LIST_S)
     return None
 
 
 async def _fleet_of(channel: grpc.aio.Channel) -> FleetView | None:
-    """The fleet view of one router; None if it does not reply."""
+    """Query the fleet view of one router; None if it does not reply within LIST_S."""
     with suppress(ServiceError):
         return await _answer(RouterStub(channel).GetFleet, GetFleetRequest(), LIST_S)
     return None
 
 
 def merged(views: Sequence[FleetView]) -> FleetView:
-    """Merge the views of several routers. Each worker appears once, preferably as seen by a router
-    that it is not leaving, then by the one that heard it last; counters are summed."""
+    """Merge the fleet views of several routers into one. Each worker appears once: as seen by a
+    router that it is not leaving, if possible, and of these by the one that heard from it last.
+    Counters are summed."""
     workers: dict[bytes, WorkerView] = {}
     for worker in (worker for view in views for worker in view.workers):
         boot = worker.hello.boot
@@ -233,7 +242,7 @@ def _preference(worker: WorkerView) -> tuple[bool, float]:
 
 
 def _nonempty(routers: Sequence[LiveRouter]) -> Sequence[LiveRouter]:
-    """The routers. Raises ServiceError UNAVAILABLE if there are none."""
+    """Return `routers`; raise ServiceError UNAVAILABLE if it is empty."""
     if not routers:
         raise ServiceError(UNAVAILABLE, "no router can be reached", retry_after_s=1.0)
     return routers
@@ -242,7 +251,8 @@ def _nonempty(routers: Sequence[LiveRouter]) -> Sequence[LiveRouter]:
 async def _answer(
     method: Callable[[RequestT], Awaitable[T]], request: RequestT, limit_s: float
 ) -> T:
-    """The reply to a unary call within `limit_s` seconds. Raises ServiceError UNAVAILABLE."""
+    """Make a unary gRPC call and return the reply. Raises ServiceError UNAVAILABLE if the call
+    fails or takes longer than `limit_s` seconds."""
     try:
         async with asyncio.timeout(limit_s):
             with may_be_closed():

@@ -1,7 +1,9 @@
-"""One request between the gateway and the router that runs it; pure, time is an argument.
+"""The gateway's state of one request on a router, from which the request can be continued on
+another router. Pure; the time is an argument.
 
-Invariant: its progress holds exactly the ids that were passed on, in order, so that a reissued
-request continues at the client's position. Only events of the current epoch count.
+Invariant: the recorded progress has exactly the token ids that were passed on to the client, in
+order, so a reissued request continues where the client's answer stands. Events with an epoch other
+than the current one are ignored, since they belong to an earlier issue.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,9 +24,9 @@ from pdserve.services.common.rpc import LostTokens, NumberedChoice, RequestProgr
 
 
 class ResumableRequest:
-    """A live request: its ids, placement and deadlines.
+    """A running request with its generated ids, its placement on workers and its deadlines.
 
-    The constructor raises ServiceError INVALID_ARGUMENT if no worker could take the Start.
+    The constructor raises ServiceError INVALID_ARGUMENT if `start` is invalid for every worker.
     """
 
     def __init__(self, start: Start, now: float) -> None:
@@ -51,20 +53,24 @@ class ResumableRequest:
 
     @property
     def placed(self) -> bool:
-        """Whether a worker has or had the request, so that it may continue there."""
+        """Whether a worker has been chosen for the request at some time, so that it may be running
+        there."""
         return self._placement is not None
 
     def routers_of_its_worker(self, addresses: Iterable[str]) -> list[str]:
-        """The routers that the request's worker joins by rendezvous hash, the first choice first;
-        empty if the request has no worker, or one that joins all routers."""
+        """Return those of the router addresses that the request's decode worker joins, in the order
+        of its rendezvous hash. Empty if the request has no worker, or one that joins all
+        routers."""
         if self._placement is None or self._placement_dropped or not self._join_routers:
             return []
         return rendezvous_order(self._placement.decode_boot, addresses)[: self._join_routers]
 
     def issue(self, now: float, given_back: bool = False) -> Start | None:
-        """Return the message that starts or continues the request; it has a higher epoch each time.
+        """Return the Start message with which a router begins or continues the request; the epoch
+        increases with each call.
 
-        None if every choice has ended or the deadline has passed.
+        Returns None if all choices have ended or the deadline has passed. `given_back`: a router
+        has returned the request for lack of a worker.
         """
         if self.expired(now) or self._progress.complete:
             return None
@@ -83,22 +89,25 @@ class ResumableRequest:
         return start
 
     def refused(self, failed: Failed) -> None:
-        """Record that a router refused the last issue of the request without beginning it."""
+        """Record that the router refused the request without beginning it; keep the count of worker
+        crashes that it reports."""
         self._crash_count = max(self._crash_count, failed.crash_count)
 
     def drop_placement(self) -> None:
-        """Drop the placement, since no router knows its worker: any other worker may continue with
-        the request's ids."""
+        """Forget the worker of the request because no router knows it: the next issue has no
+        placement, so any worker may continue with the request's ids."""
         self._placement_dropped = True
 
     def abort(self, choices: Sequence[int]) -> None:
-        """Mark choices as ended by the gateway; all if none are given."""
+        """Mark choices as ended by the gateway, all of them if `choices` is empty."""
         self._progress.abort(choices or range(len(self._progress.choices)))
 
     def take(self, event: RequestEvent) -> RequestEvent | None:
-        """The part of an event that continues the request, or None.
+        """Record an event from the router and return the part of it that is new to the client; None
+        if nothing is new or the event is of an earlier epoch.
 
-        Changes the event. A gap in the output ends the request with an error.
+        The event is changed in place. If tokens are missing before it, returns an event that ends
+        the request with an error.
         """
         kind = event.WhichOneof("event")
         if self.ended or kind is None:
@@ -125,13 +134,15 @@ class ResumableRequest:
         return event
 
     def take_next(self, choice: NumberedChoice, position: int, id_: int) -> bool:
-        """Take a token if it is the next of its choice; return whether it was."""
+        """Record a token if it directly follows the recorded tokens of its choice; return whether
+        it did."""
         if self.ended or choice.epoch != self._epoch:
             return False
         return self._progress.take_next(choice.choice, position, id_)
 
     def take_as_event(self, choice: NumberedChoice, position: int, id_: int) -> RequestEvent | None:
-        """Take a token of an unfinished choice as an event, like `take`."""
+        """Record a token of a running choice like `take`; return it as an event, or None if it is
+        not new."""
         if choice.epoch != self._epoch:
             return None
         tokens = Tokens(choice=choice.choice, position=position, ids=(id_,), epoch=choice.epoch)
@@ -139,15 +150,16 @@ class ResumableRequest:
         return event if self.take_next(choice, position, id_) else self.take(event)
 
     def finish(self) -> RequestEvent | None:
-        """End the request here: its choices have all ended, but the router with its Finished is
-        lost."""
+        """End the request with a Finished event and return the event; for a request whose choices
+        have all ended, but whose router was lost before it sent its own Finished."""
         if self.ended:
             return None
         self.ended = True
         return RequestEvent(finished=Finished(request=self.id, epoch=self._epoch))
 
     def fail(self, code: ErrorCode, message: str, retry_after_ms: int = 0) -> RequestEvent | None:
-        """End the request here with an error, unless it has ended."""
+        """End the request with an error and return the Failed event; None if it has already
+        ended."""
         if self.ended:
             return None
         self.ended = True
@@ -155,5 +167,5 @@ class ResumableRequest:
         return RequestEvent(failed=Failed(request=self.id, epoch=self._epoch, failure=failure))
 
     def expired(self, now: float) -> bool:
-        """Whether its deadline has passed."""
+        """Return whether the request's deadline has passed."""
         return self._deadline is not None and now >= self._deadline

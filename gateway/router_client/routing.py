@@ -1,7 +1,7 @@
-"""Chooses the router for a request. Pure; time is an argument.
+"""Chooses the router for a request. Pure; the time is an argument.
 
-Requests with the same beginning go to the same router, which then computes their prefix once, as
-long as it has no more than its share of the load.
+Requests whose prompts begin alike go to the same router, so that the common prefix is computed
+once, unless that router has more than its share of the load.
 """
 
 import hashlib
@@ -18,13 +18,14 @@ HALF_LIFE_S = 10.0  # after which a sent request counts half
 
 
 class Candidate(Protocol):
-    """A router, or an endpoint of a picker, that a request may go to."""
+    """A destination that `choose` may choose for a request: a router, or an endpoint of a
+    picker."""
 
     address: str
 
     def load(self, now: float) -> float:
-        """The number of open requests there; a router adds a decaying count of all
-        requests sent to it."""
+        """Return the load at this destination: its number of open requests; a router adds a
+        decaying count of the requests recently sent to it."""
         ...
 
 
@@ -32,7 +33,8 @@ C = TypeVar("C", bound=Candidate)
 
 
 class Recent:
-    """A decaying count of sent requests; each counts half after HALF_LIFE_S."""
+    """A decaying count of sent requests: each counts 1 when sent, and half as much after each
+    HALF_LIFE_S."""
 
     def __init__(self) -> None:
         self._count = 0.0
@@ -46,7 +48,8 @@ class Recent:
 
 
 def conversation(start: Start) -> bytes:
-    """A key that is equal for requests of one client to one model whose prompts begin alike."""
+    """Return a 16-byte key of a request, equal for requests with the same model, cache salt
+    (client) and first KEY_IDS prompt ids."""
     key = hashlib.blake2b(digest_size=16)
     for part in (start.model.encode(), start.cache_salt):
         key.update(len(part).to_bytes(4) + part)
@@ -55,9 +58,10 @@ def conversation(start: Start) -> bytes:
 
 
 def choose(candidates: Sequence[C], key: bytes, now: float) -> C | None:
-    """Rendezvous hashing with bounded loads: the conversation's own router, or the least loaded one
-    if that already has its share. Choosing the next router in the conversation's order instead
-    would leave all load below the share to one router."""
+    """Choose a destination by rendezvous hashing with bounded loads: the one that ranks first for
+    `key`, or the least loaded one if the first already has its share (SHARE times the mean load).
+    None without candidates. The next in rank is not used instead, because one destination would
+    then get all the excess load."""
     if not candidates:
         return None
     preferred = max(candidates, key=lambda c: weight(key, c.address))

@@ -1,4 +1,4 @@
-"""The gateway's session with one router, reopened when it breaks, until it is closed."""
+"""The gateway's session with one router, which is reopened when it breaks until it is closed."""
 
 import asyncio
 import logging
@@ -32,26 +32,30 @@ MAX_REFUSED_S = 10.0  # between attempts at an incompatible router, until one si
 
 
 class RouterListener(Protocol):
-    """The owner of requests on the session; every call is on the loop and returns at once."""
+    """The receiver of a session's events, which owns the requests on it. Methods are called in the
+    event loop and must return at once."""
 
     def up(self, session: "RouterConnection") -> None:
-        """Messages can be sent."""
+        """Called when the session is open, so that messages can be sent on it."""
 
     def event(self, session: "RouterConnection", event: RequestEvent) -> None:
-        """An event of a request has arrived."""
+        """Called for each event of a request from the router, except tokens of unfinished
+        choices."""
 
     def rows(self, session: "RouterConnection", rows: Iterable[TokenRow]) -> None:
-        """Tokens of unfinished choices have arrived."""
+        """Called with tokens of unfinished choices, of any requests on the session."""
 
     def down(self, session: "RouterConnection") -> None:
-        """The session ended, and the messages on it may be lost."""
+        """Called when the session has ended; messages sent on it may be lost."""
 
 
 class RouterConnection:
-    """The connection to one router at host:port."""
+    """Keeps a session with the router at `address` (host:port): connects, and reconnects after
+    failures."""
 
     def __init__(self, address: str, access: Access, boot: bytes, listener: RouterListener) -> None:
-        """`boot` is the gateway's boot id."""
+        """`boot` is the id of this gateway process, which the router gets; `listener` gets the
+        router's events."""
         self.address = address
         self.channel: grpc.aio.Channel | None = None  # set while messages can be sent
         self.up_since = 0.0
@@ -69,24 +73,25 @@ class RouterConnection:
 
     @property
     def failure(self) -> "asyncio.Task[None]":
-        """A task that ends only by a failure, or by `close`."""
+        """The task that keeps the session; it ends only if it fails unexpectedly, or by `close`."""
         return self._task
 
     async def close(self) -> None:
-        """End the session without further calls to the listener."""
+        """End the session, without further calls of the listener."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
     def load(self, now: float) -> float:
-        """Open requests there, and recently sent ones."""
+        """Return the load of the router: the gateway's open requests on it, and a decaying count of
+        requests recently sent to it."""
         return self.num_open + self._recent.count(now)
 
     def count_sent(self, now: float) -> None:
-        """Count a sent request."""
+        """Count a request sent to the router at `now`, for `load`."""
         self._recent.add(now)
 
     def send(self, message: GatewayMessage) -> None:
-        """Queue a message; dropped while the session is down."""
+        """Queue a message for the router; it is dropped while no session is open."""
         if self.channel is not None:
             self._outgoing.append(message)
             self._to_send.set()
@@ -106,14 +111,15 @@ class RouterConnection:
             await asyncio.sleep(backoff)
 
     def _note(self, error: Exception) -> None:
-        """Log why a session ended; an incompatible version only once."""
+        """Log why the session ended. An incompatible protocol version is logged once, not after
+        each attempt to reconnect."""
         reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
         text = str(reason or type(error).__name__)
         if not is_refusal(error):
-            log.warning("router %s: %s", self.address, text)
+            log.warning("no session with router %s: %s; reconnecting", self.address, text)
             self._refusal = ""
         elif text != self._refusal:
-            log.warning("router %s: %s; retrying", self.address, text)
+            log.warning("incompatible version of router %s: %s; retrying", self.address, text)
             self._refusal = text
 
     async def _run(self, channel: grpc.aio.Channel) -> None:
@@ -135,7 +141,7 @@ class RouterConnection:
                         self._listener.rows(self, rows.read(event.rows))
                     else:
                         self._listener.event(self, event)
-            raise ConnectionError("the session ended")
+            raise ConnectionError("the router ended the session")
         finally:
             self.channel = None
             self._outgoing.clear()
@@ -148,8 +154,8 @@ class RouterConnection:
             await asyncio.gather(writer, return_exceptions=True)
 
     def _greeted(self, protocol: int, channel: grpc.aio.Channel) -> None:
-        """Start the session: messages can be sent. Raises ServiceError if the router's version is
-        too old or too new."""
+        """Open the session after the router's first message, which has its protocol version, and
+        call the listener's `up`. Raises ServiceError if the version is too old or too new."""
         check_version(protocol, "gateway", f"router {self.address}")
         log.info("connected to router %s with protocol version %d", self.address, protocol)
         self.protocol, self._refusal, self.channel = protocol, "", channel
@@ -164,12 +170,12 @@ class RouterConnection:
 
 
 async def _connect(channel: grpc.aio.Channel) -> None:
-    """Wait for a connection. Raises ConnectionError if it is refused, TimeoutError after
-    CONNECT_S."""
+    """Wait until the gRPC channel is connected. Raises ConnectionError if the connection fails,
+    TimeoutError after CONNECT_S."""
     async with asyncio.timeout(CONNECT_S):
         state = channel.get_state(try_to_connect=True)
         while state is not grpc.ChannelConnectivity.READY:
             if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                raise ConnectionError("the connection failed")
+                raise ConnectionError("the connection to the router failed")
             await channel.wait_for_state_change(state)
             state = channel.get_state(try_to_connect=True)

@@ -1,7 +1,7 @@
-"""The calls that the gateway makes to a router (tests script the replies), and streams merged in
-order of arrival.
+"""The interface of the calls that the gateway makes to routers, which tests implement with scripted
+replies; and `merge`, which merges streams in order of arrival.
 
-Ownership: the merged stream owns its sources; closing it, or an error in one, closes all.
+Ownership: a merged stream owns its source streams; closing it, or an error in one, closes them all.
 """
 
 import asyncio
@@ -21,33 +21,36 @@ _AHEAD = 64  # items read ahead of the consumer
 
 
 class Upstream(Protocol):
-    """A router. Calls raise ServiceError if they fail."""
+    """The routers as the gateway sees them. All methods raise ServiceError if a call fails."""
 
     def open(
         self, start: Start, take_token: TakeToken[T] | None = None
     ) -> AsyncGenerator[RequestEvent | T, None]:
-        """Run a request. The last event is its one Finished or Failed.
+        """Run a request and yield its events. The last one is the only Finished or Failed event.
 
-        While the consumer waits and there is no event, `take_token` may receive a token, which then
-        appears in no event: this saves a task switch per token. Its exceptions are raised here.
-        Closing the iterator before the last event cancels the request at once.
+        While the consumer waits and no event is queued, a token may be passed to `take_token`
+        instead of becoming an event, which saves a task switch per token; its result is yielded,
+        and an exception that it raises is raised here. Closing the iterator before the last event
+        cancels the request at once.
         """
         ...
 
     def cancel(self, request: str, choices: Sequence[int] = ()) -> None:
-        """End a request (no choices given) or some of its choices; never blocks."""
+        """Cancel choices of a running request, or the whole request if `choices` is empty; returns
+        at once."""
         ...
 
     async def models(self) -> Sequence[ModelCard]:
-        """Cards of the models that live workers serve; may be a second old."""
+        """Return the cards of the models that connected workers serve; they may be a second old."""
         ...
 
     async def blob(self, digest: str) -> bytes:
-        """A blob by its hex SHA-256, verified."""
+        """Return a blob (a file of a model) by its SHA-256 digest in hexadecimal; its content is
+        verified."""
         ...
 
     async def fleet(self) -> FleetView:
-        """The routers' current view of their workers; each worker once."""
+        """Return the routers' current view of the fleet, with each worker once."""
         ...
 
 
@@ -57,7 +60,8 @@ class _End:
 
 
 def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Items of all sources. An exception in one is raised here after the others are closed."""
+    """Merge streams into one that yields each item as it arrives. An exception in one stream closes
+    all the others and is then raised here."""
     return sources[0] if len(sources) == 1 else _merged(sources)
 
 

@@ -1,4 +1,4 @@
-"""The gateway's database."""
+"""The gateway's database, SQLite or PostgreSQL, and the store of responses in it."""
 
 from pdserve.gateway.storage.interface import (
     KeptResponse,

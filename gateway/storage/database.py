@@ -1,9 +1,10 @@
 """The database of a gateway: SQLite in a file, or PostgreSQL.
 
-It owns the connections. Each module that stores data has its own table, a class on `Base`. Several
-gateways may use one database. SQLite's file has a write-ahead log: readers never wait, and writers
-take turns, those of this process in order of arrival. A cancelled statement may leave its
-connection with SQLite's lock, so each transaction runs `in_own_task`.
+This module owns the connections. Each module that stores data declares its own tables, as
+subclasses of `Base`. Several gateways may use one database. SQLite uses a write-ahead log: readers
+never wait, and writers take turns, those of one process in order of arrival. A cancelled statement
+could leave its connection holding SQLite's lock, so functions with transactions are decorated with
+`in_own_task`.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ _own_tasks: set[asyncio.Task[Any]] = set()  # running tasks; keeps those alive t
 
 
 class Base(DeclarativeBase):
-    """Base class of every table of the gateway."""
+    """The base class of all tables in the gateway's database."""
 
 
 def _ended(task: asyncio.Task[Any]) -> None:
@@ -63,8 +64,8 @@ def _ended(task: asyncio.Task[Any]) -> None:
 def in_own_task(
     work: Callable[P, Coroutine[Any, Any, T]],
 ) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Decorate a coroutine function with transactions so that it runs to its end even if its caller
-    is cancelled. The function must be short, and wait only for the database."""
+    """Decorate a coroutine function that uses transactions, so that it runs to its end even if its
+    caller is cancelled. The function must be short and wait only for the database."""
 
     @functools.wraps(work)
     async def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -77,12 +78,13 @@ def in_own_task(
 
 
 class Database:
-    """A database and its connections, opened by `start`. `changing` and `reading` are transactions;
-    use them in functions that are decorated with `in_own_task`."""
+    """A database and its connections. Call `start` first. `changing` and `reading` open
+    transactions; use them only in functions that are decorated with `in_own_task`."""
 
     def __init__(self, url: str) -> None:
-        """`url` as SQLAlchemy reads it: "sqlite:///file.db", "postgresql://host/name". Raises
-        ValueError if it cannot be used."""
+        """`url` is in SQLAlchemy's form: "sqlite:///file.db" or
+        "postgresql://user:password@host/name". Raises ValueError if the URL is invalid or its
+        driver is missing."""
         self._url = _parse(url)
         try:
             self._engine = create_async_engine(self._url, pool_pre_ping=not self.is_file)
@@ -105,19 +107,21 @@ class Database:
         )
 
     def share(self, max_transactions: int) -> "Database":
-        """The same database for work that can wait: at most `max_transactions` of its transactions
-        run at once, which leaves connections to others. Opened and closed with this one."""
+        """Return a view of this database for work of low priority: at most `max_transactions` of
+        its transactions run at once, so that connections remain free for other work. Do not start
+        or close the view; it is opened and closed together with this database."""
         share = copy.copy(self)
         share._turns = asyncio.Semaphore(max_transactions)
         return share
 
     @property
     def is_file(self) -> bool:
-        """Whether the database is SQLite, which needs no network."""
+        """Whether the database is SQLite (a local file) and not PostgreSQL."""
         return self._url.get_backend_name() == "sqlite"
 
     async def start(self) -> None:
-        """Create missing tables. Raises OSError if the database cannot be opened."""
+        """Connect to the database and create missing tables. Raises OSError if it cannot be
+        opened."""
         self._make_file()
         try:
             async with self._engine.begin() as connection:
@@ -128,11 +132,14 @@ class Database:
             await self._engine.dispose()
             # The URL's query may contain a password, too.
             public_url = self._url.set(query={}).render_as_string(hide_password=True)
-            raise OSError(f"--database-url {public_url}: {_reason(error)}") from error
+            raise OSError(
+                f"--database-url {public_url}: cannot open the database: {_reason(error)}"
+            ) from error
 
     def _make_file(self) -> None:
-        """Create the file privately; SQLite would make it readable for all. SQLite's files beside
-        it inherit its permissions."""
+        """Create SQLite's file with permissions for this user only, or restrict those of an
+        existing file. SQLite itself would create a file that all users can read; the files that it
+        adds get the permissions of this one."""
         path = self._url.database or ""
         if not self.is_file or path in ("", ":memory:"):
             return
@@ -147,12 +154,13 @@ class Database:
             raise OSError(f"--database-url: {error.filename}: {error.strerror}") from error
 
     async def now_s(self, session: AsyncSession) -> int:
-        """Seconds since the epoch by the database's clock, which gateways on all hosts share."""
+        """Return the time in seconds since the epoch by the database's clock, which is the same for
+        gateways on different hosts."""
         clock = "strftime('%s', 'now')" if self.is_file else "extract(epoch FROM now())"
         return int(await session.scalar(text(f"SELECT {clock}")))
 
     async def close(self) -> None:
-        """Close the connections, after running transactions or at most CLOSE_S."""
+        """Wait at most CLOSE_S for running transactions, then close all connections."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 while self._open:
@@ -161,8 +169,9 @@ class Database:
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[AsyncSession]:
-        """A transaction that writes. Raises ServiceError UNAVAILABLE if the database cannot be
-        used, IntegrityError if a row already exists."""
+        """Open a transaction that may write, for the `async with` block. Raises ServiceError
+        UNAVAILABLE if the database cannot be used, IntegrityError if a row with the same key
+        already exists."""
         async with (
             self._share_turn(),
             self._write_turn(),
@@ -172,14 +181,16 @@ class Database:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:
-        """A transaction that only reads: it sees one state, and waits for no writer. Raises
-        ServiceError UNAVAILABLE if the database cannot be used."""
+        """Open a transaction that only reads, for the `async with` block: it sees one consistent
+        state and never waits for writers. Raises ServiceError UNAVAILABLE if the database cannot be
+        used."""
         async with self._share_turn(), self._transaction(self._reading) as session:
             yield session
 
     @asynccontextmanager
     async def _share_turn(self) -> AsyncIterator[None]:
-        """Wait until this share may begin a transaction. `close` waits for the turn, too."""
+        """Wait until a transaction may begin within this share's limit of concurrent transactions.
+        `close` also waits for a task that waits here."""
         task = asyncio.current_task()
         if task is None or task not in _own_tasks:
             raise RuntimeError("a transaction must run in a function decorated with in_own_task")
@@ -192,15 +203,17 @@ class Database:
 
     @asynccontextmanager
     async def _write_turn(self) -> AsyncIterator[None]:
-        """Wait until this process has no other writer. Raises ServiceError UNAVAILABLE after
-        BUSY_S."""
+        """Wait until no other task of this process writes to SQLite, then hold that right for the
+        block. Raises ServiceError UNAVAILABLE after BUSY_S."""
         async with AsyncExitStack() as turn:
             with _service_errors():
                 try:
                     async with asyncio.timeout(BUSY_S):
                         await turn.enter_async_context(self._write_turns)
                 except TimeoutError:
-                    raise OSError(f"other writers kept the database busy for {BUSY_S} s") from None
+                    raise OSError(
+                        f"no write in {BUSY_S} s: other writers keep the database busy"
+                    ) from None
             yield
 
     @asynccontextmanager
@@ -219,20 +232,21 @@ def _service_errors() -> Iterator[None]:
     except IntegrityError:
         raise
     except (SQLAlchemyError, OSError) as error:
-        log.warning("database error: %s", _reason(error))
+        log.warning("a database transaction failed: %s", _reason(error))
         raise ServiceError(
             UNAVAILABLE, "the server's database is unavailable", retry_after_s=2.0
         ) from error
 
 
 def _reason(error: Exception) -> str:
-    """The error without its statement and values, which are a client's data."""
+    """Return the text of a database error without its SQL statement and values, which are clients'
+    data."""
     return str(getattr(error, "orig", None) or error)[:MAX_QUOTED]
 
 
 def _parse(text: str) -> URL:
-    """The URL with its driver. Raises ValueError whose text omits the URL, since any part of it may
-    be a password."""
+    """Parse a database URL and add the driver to it. The ValueError that an invalid URL raises does
+    not quote the URL, since any part of it may be a password."""
     message = "--database-url must be sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME"
     try:
         url = make_url(text)
@@ -243,12 +257,12 @@ def _parse(text: str) -> URL:
             return url
     except (SQLAlchemyError, ValueError):
         pass
-    raise ValueError(f"{message}; write @ in a password as %40")
+    raise ValueError(f"invalid database URL: {message}; write @ in a password as %40")
 
 
 def _make_private(path: str) -> None:
-    """Remove other users' permissions from a file that this user owns. The file must not be opened:
-    closing it would drop SQLite's locks on it in this process."""
+    """Remove the permissions of other users from a file that this user owns. Must not open the
+    file: closing it would release the locks that SQLite holds on it in this process."""
     status = os.stat(path)
     if status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode) and status.st_mode & 0o077:
         os.chmod(path, 0o600)
@@ -263,7 +277,8 @@ def _prepare_sqlite(connection: Any, record: object) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    """Begin a transaction, with the write lock unless it only reads: a transaction that reads first
-    and writes later would fail if another wrote in between."""
+    """Begin a transaction in SQLite, with the write lock at once unless it only reads. A
+    transaction that reads first and takes the lock later would fail if another one wrote in
+    between."""
     reads = connection.get_execution_options().get("reads_only")
     connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")

@@ -1,7 +1,8 @@
-"""The parts of the storage that need no SQLAlchemy, which is slow to import: checks of a database's
-URL and of clients' texts, and the interface with which /v1/responses stores and finds responses.
+"""The parts of the storage that work without SQLAlchemy, which is slow to import: checks of the
+database URL and of texts from clients, and the interface of the store of /v1/responses.
 
-PostgreSQL rejects texts with a NUL character, SQLite does not; the checks refuse it for both.
+PostgreSQL rejects texts with a NUL character and SQLite accepts them; the checks here reject them
+for both.
 """
 
 import os
@@ -17,20 +18,21 @@ DRIVERS = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "postgres": "asyncpg"
 
 
 def check_url(url: str) -> None:
-    """Raises ValueError if the URL's database cannot be used, OSError if its file could not be
-    written."""
+    """Check a database URL without connecting. Raises ValueError if its scheme is not supported or
+    the driver's package is missing, OSError if SQLite's file would be in a folder that is not
+    writable."""
     scheme, separator, rest = url.partition("://")
     backend = scheme.partition("+")[0]
     if not separator or backend not in DRIVERS:
         raise ValueError("--database-url must begin with sqlite:/// or postgresql://")
     if find_spec(DRIVERS[backend]) is None:
-        raise ValueError(f"--database-url: {backend} needs the package {DRIVERS[backend]}")
+        raise ValueError(f"--database-url: for {backend}, install the package {DRIVERS[backend]}")
     if backend == "sqlite":
         check_folder(rest.partition("?")[0].removeprefix("/"))
 
 
 def check_folder(path: str) -> None:
-    """Raises OSError if the file's folder is not writable."""
+    """Check that the folder of SQLite's file `path` is writable. Raises OSError if not."""
     if path in ("", ":memory:"):
         return
     folder = Path(path).absolute().parent
@@ -42,24 +44,27 @@ _NUL = "\0"
 
 
 def may_be_id(text: str, max_len: int) -> bool:
-    """Whether a row can have this id, of at most `max_len` characters."""
+    """Return whether a text from a client can be the id of a row: at most `max_len` characters,
+    none NUL."""
     return len(text) <= max_len and _NUL not in text
 
 
 def check_text(text: str, param: str) -> None:
-    """Raises ServiceError, naming the parameter, if a text has a NUL character."""
+    """Check that a text has no NUL character. Raises ServiceError INVALID_ARGUMENT, which names the
+    request parameter `param`."""
     if _NUL in text:
         raise ServiceError(INVALID_ARGUMENT, f"{param}: a NUL character is not allowed", param)
 
 
 def without_nul(text: str) -> str:
-    """The text without its NUL characters."""
+    """Return the text with its NUL characters removed."""
     return text.replace(_NUL, "")
 
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A response object, and the list of all items that it responds to; both are JSON texts."""
+    """A stored response of /v1/responses: the response object, and the list of all input items that
+    it answers, each as JSON text."""
 
     id: str
     response: str
@@ -71,15 +76,15 @@ class KeptResponse:
 
 
 class ResponseStore(Protocol):
-    """Keeps responses for a while, separately for each tenant. Raises ServiceError UNAVAILABLE if
-    the store cannot be reached."""
+    """Stores responses of /v1/responses for a limited time, separately for each tenant. Methods
+    raise ServiceError UNAVAILABLE if the store cannot be reached."""
 
     async def save(self, tenant: bytes, record: KeptResponse) -> bool:
-        """Store a response; False if it is too large."""
+        """Store a response of a tenant; return False, without storing it, if it is too large."""
         ...
 
     async def find(self, tenant: bytes, name: str) -> KeptResponse | None: ...
 
     async def remove(self, tenant: bytes, name: str) -> bool:
-        """Remove a response; return whether it existed."""
+        """Delete a response of a tenant; return whether it existed."""
         ...

@@ -1,7 +1,7 @@
-"""Stores the responses of /v1/responses in a table.
+"""Stores the responses of /v1/responses in a table of the gateway's database.
 
-Invariants: a tenant sees only its own responses, the number and bytes of a tenant's responses are
-bounded (the oldest are removed first), and an expired response is never found.
+Invariants: a tenant sees only its own responses; the number and total bytes of a tenant's responses
+are limited, and the oldest are removed first; an expired response is never returned.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ PRUNED_AT_ONCE = 32  # rows
 
 
 class ResponseRow(Base):
-    """One response, and the items that it responds to."""
+    """A row per stored response, with the input items that it answers."""
 
     __tablename__ = "responses"
     __table_args__ = (Index("responses_of_tenant", "tenant", "created"),)
@@ -34,7 +34,8 @@ class ResponseRow(Base):
 
 @dataclass(frozen=True, slots=True)
 class ResponseBounds:
-    """Limits of what is kept for one tenant."""
+    """Limits of the responses that are stored for one tenant: number, bytes, and time in
+    seconds."""
 
     max_bytes: int = 1 << 20  # of one response and its items
     max_rows: int = 1000
@@ -43,7 +44,7 @@ class ResponseBounds:
 
 
 class DatabaseResponses:
-    """A ResponseStore that all gateways on the same database share.
+    """A ResponseStore in the database, shared by all gateways that use the same database.
 
     All methods raise ServiceError UNAVAILABLE if the database cannot be used.
     """
@@ -54,14 +55,15 @@ class DatabaseResponses:
         clock: Callable[[], float],
         bounds: ResponseBounds = ResponseBounds(),
     ) -> None:
-        """`clock` returns seconds since 1970."""
+        """`clock` returns the time in seconds since 1970."""
         self._database = database
         self._clock = clock
         self._bounds = bounds
 
     @in_own_task
     async def save(self, tenant: bytes, record: KeptResponse) -> bool:
-        """Store a response; False if it is too large."""
+        """Store a response of a tenant; return False, without storing it, if it exceeds the size
+        limit. Also removes expired responses, and the tenant's oldest ones beyond its limits."""
         now, owner, num_bytes = self._clock(), tenant.hex(), record.num_bytes
         if num_bytes > min(self._bounds.max_bytes, self._bounds.max_total_bytes):
             return False
@@ -96,7 +98,7 @@ class DatabaseResponses:
 
     @in_own_task
     async def remove(self, tenant: bytes, name: str) -> bool:
-        """Remove a response; return whether it existed."""
+        """Delete a response of a tenant; return whether it existed."""
         if not may_be_id(name, MAX_ID):
             return False
         statement = (
@@ -108,7 +110,8 @@ class DatabaseResponses:
             return await session.scalar(statement) is not None
 
     async def _prune(self, session: AsyncSession, owner: str) -> None:
-        """Remove the oldest responses of a tenant that exceeds its bounds."""
+        """Delete the oldest responses of a tenant until their number and total bytes are within its
+        limits."""
         is_owned = ResponseRow.tenant == owner
         sums = select(func.count(), func.coalesce(func.sum(ResponseRow.num_bytes), 0)).where(
             is_owned

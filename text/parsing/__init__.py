@@ -1,4 +1,5 @@
-"""Parsers of answers: of one choice as a whole, its reasoning, and the calls in it."""
+"""Parsers of the text that a model generates: they separate the reasoning, the tool calls and the
+plain text of each choice while it is streamed."""
 
 from pdserve.text.parsing import harmony
 from pdserve.text.parsing.answer_parser import AnswerParser, InlineReasoning

@@ -1,4 +1,5 @@
-"""Combines the reasoning parser and the tool call parser of one choice; pure."""
+"""Combines the parser of the reasoning and the parser of the tool calls in one choice's text;
+pure."""
 
 from collections.abc import Callable
 from itertools import takewhile
@@ -11,11 +12,13 @@ MAX_HELD_CHARS = 1 << 16  # of reasoning, from the first call in it
 
 
 class AnswerParser:
-    """Parses reasoning with `reasoning` and the remaining text with `calls`; either may be None.
+    """Parses one choice's text: `reasoning` separates the reasoning, and `calls` finds the tool
+    calls in the text after it. Either may be None.
 
-    A model may call a tool while reasoning without closing the reasoning. Reasoning is therefore
-    held back from a call on. If text follows, the call was an example. If the answer ends first, a
-    complete call of a known tool ends the reasoning.
+    A model may call a tool while reasoning, without ending the reasoning first. Reasoning is
+    therefore held back from a call on. If more reasoning follows the call, the call was only an
+    example. If the answer ends after a complete call of a known tool, the call ends the reasoning
+    and is real.
     """
 
     def __init__(
@@ -27,8 +30,9 @@ class AnswerParser:
         *,
         opened: bool = False,
     ) -> None:
-        """Initialize with functions that make a parser for calls within reasoning, and one that
-        replaces `calls` after reasoning. `opened`: the prompt has opened the reasoning."""
+        """`in_reasoning` makes the parser that looks for calls within the reasoning,
+        `after_reasoning` the one that replaces `calls` if the answer has reasoning. `opened`: the
+        prompt has opened the reasoning."""
         self._reasoning = reasoning
         self._calls = calls
         self._search = in_reasoning() if in_reasoning is not None else None
@@ -80,7 +84,8 @@ class AnswerParser:
         return result
 
     def _add_reasoning(self, search: CallStream, text: str) -> list[ContentPart]:
-        """Add reasoning; return the part that is certainly reasoning."""
+        """Add a piece of reasoning; return the reasoning so far that cannot be a tool call any
+        more."""
         self._held += text
         if len(self._held) <= MAX_HELD_CHARS:
             return self._certain_reasoning(search, search.push(text))
@@ -89,7 +94,8 @@ class AnswerParser:
         return [ReasoningPart(text)]
 
     def _certain_reasoning(self, search: CallStream, parts: list[ContentPart]) -> list[ContentPart]:
-        """Return the part that is certainly reasoning, given the parts found in it."""
+        """Return the held reasoning up to the first possible call in it. `parts` are the text and
+        calls that `search` has just found in the reasoning."""
         for part in parts:
             if not isinstance(part, ToolCallPart):
                 self._first_call = None
@@ -107,7 +113,8 @@ def _is_reasoning(part: ContentPart) -> bool:
 
 
 class InlineReasoning:
-    """Wraps a parser and returns its reasoning as text between tags."""
+    """Wraps a parser, and returns its reasoning as plain text between the tags `begin` and
+    `end`."""
 
     def __init__(self, parser: ContentParser, begin: str, end: str) -> None:
         self._parser = parser

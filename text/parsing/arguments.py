@@ -1,7 +1,8 @@
-"""Converts arguments in plain text to values of the types in the tools' JSON schemas; pure.
+"""Converts tool call arguments that a model writes as plain text to JSON values, of the types in
+the tools' JSON schemas; pure.
 
-Schemas are untrusted and may refer to themselves many times. Types are therefore looked up only
-when a call is read, once each, and within one budget per request.
+Schemas are untrusted and may refer to themselves many times. The types of an argument are therefore
+looked up only when a call with it is read, once each, with a limited number of steps per request.
 """
 
 import json
@@ -28,24 +29,27 @@ _NUMERIC = frozenset("+-.0123456789eE_ \t\r\n")
 
 
 class ToolSchemas:
-    """The schemas of a request's tools, shared by all its choices."""
+    """The JSON schemas of a request's tools. All choices of the request share it, and so the limit
+    of steps to look up types."""
 
     def __init__(self, parameters: Mapping[str, Mapping[str, Any] | None] | None = None) -> None:
-        """Initialize with `parameters`, the schema of the arguments by tool name."""
+        """`parameters`: the JSON schema of a tool's arguments (None if it has none), by the tool's
+        name."""
         self._parameters = parameters or {}
         self._tools: dict[str, _ArgumentTypes] = {}
         self._budget = _Budget(MAX_STEPS)
 
     def __contains__(self, name: str) -> bool:
-        """Return whether a tool has that name."""
+        """Return whether the request has a tool of that name."""
         return name in self._parameters
 
     def knows(self, name: str, key: str) -> bool:
-        """Return whether a tool has that name and such an argument."""
+        """Return whether the request has a tool `name` whose schema has an argument `key`."""
         return self.call(name).knows(key)
 
     def call(self, name: str) -> "CallArguments":
-        """Return a converter for the arguments of one call; the tool may be unknown."""
+        """Return a converter for the arguments of one call of the tool `name`, which need not
+        exist."""
         if name not in self._parameters:
             return CallArguments(None)
         if name not in self._tools:
@@ -54,24 +58,27 @@ class ToolSchemas:
 
 
 class CallArguments:
-    """Converts the arguments of one call, with one budget for values that are not JSON."""
+    """Converts the arguments of one tool call to JSON by the tool's schema. The number of values in
+    Python notation is limited per call."""
 
     def __init__(
         self, types: "_ArgumentTypes | None", values: "_Budget | None" = None, depth: int = 1
     ) -> None:
-        """Initialize with `depth` of the containing object or list; 1 for the arguments object."""
+        """`types`: the types of the tool's arguments; None if the tool is unknown. `values`: how
+        many more values in Python notation may be read. `depth`: nesting depth of the object or
+        list that contains the values; 1 for the arguments object itself."""
         self._types = types
         self._depth = depth
         self._values = values or _Budget(MAX_VALUES)
 
     def within(self, key: str) -> "CallArguments":
-        """Return a converter for the members of an object argument, or for the items of a list
-        argument, each under the key `item`."""
+        """Return a converter for the members of the argument `key` if that is an object, or for its
+        items if it is a list; use the key `item` for each item."""
         types = self._types and self._types.within(key)
         return CallArguments(types, self._values, self._depth + 1)
 
     def may_contain(self, key: str) -> bool:
-        """Return whether an argument may be an object or a list."""
+        """Return whether the schema allows an object or a list as the argument `key`."""
         types = self._allowed_types(key)
         return not types or bool(types & _CONTAINERS)
 
@@ -80,17 +87,18 @@ class CallArguments:
         return not types or "array" in types
 
     def must_contain(self, key: str) -> bool:
-        """Return whether an argument can only be an object or a list."""
+        """Return whether the schema allows only an object or a list as the argument `key`."""
         types = self._allowed_types(key)
         return bool(types) and types <= _CONTAINERS
 
     def knows(self, key: str) -> bool:
-        """Return whether the tool has such an argument."""
+        """Return whether the tool's schema has the argument `key`."""
         return self._types is not None and self._types.schema(key) is not None
 
     def typed(self, key: str, text: str) -> Any:
-        """Convert a text to a value of its schema's type. Returns the text if the schema has no
-        type, the text does not match it, or the value is nested too deeply."""
+        """Convert the whole text of the argument `key` to a value of a type that its schema allows.
+        Returns the text itself if the schema names no type, the text fits none, or the value is
+        nested too deeply."""
         types = self._allowed_types(key)
         if not types or types == {"string"}:
             return text
@@ -111,16 +119,19 @@ class CallArguments:
         return value if _types_of(value) & types else text
 
     def member(self, gap: str, key: str, texts: Pieces[T], *, json: bool = False) -> Pieces[T]:
-        """Yield a member of the arguments as JSON, preceded by `gap`; otherwise as `value`."""
+        """Yield the member `key` of the arguments object as JSON: the text `gap`, the key, a colon
+        and the value. Otherwise like `value`."""
         return self.value(f"{gap}{json_text(key)}: ", key, texts, json=json)
 
     def value(self, head: str, key: str, texts: Pieces[T], *, json: bool = False) -> Pieces[T]:
-        """Yield a value of the arguments as JSON, from its text in pieces; return the result of
-        `texts`.
+        """Yield the value of the argument `key` as JSON text, converted from the pieces of plain
+        text in `texts`; return the result of `texts`.
 
-        `head` is prepended to the first piece. Strings are streamed; so are objects and lists if
-        the schema allows no string. `json`: ignore the schema; the value is JSON if it parses, else
-        a string. Raises CutOff; Malformed, also after the whole text if its value is malformed.
+        The first yielded piece begins with `head`. Strings are streamed; so are objects and lists
+        if the schema allows no string. Other values are yielded when they are complete. `json`:
+        ignore the schema; the value is JSON if it parses, else a string. Raises CutOff if the text
+        ends too early; Malformed if the value turns out to be invalid after a part of it was
+        yielded.
         """
 
         def convert(text: str) -> Any:
@@ -151,14 +162,16 @@ class CallArguments:
         return self._types.of(key) if self._types is not None else _NO_TYPES
 
     def _json(self, text: str) -> Any:
-        """Parse JSON. Raises Malformed if it is invalid or nested too deeply in the arguments."""
+        """Parse a JSON text. Raises Malformed if it is invalid or is nested too deeply within the
+        arguments."""
         value = json_value(text)
         if self._depth + depth_of(value) > MAX_JSON_DEPTH:
             raise Malformed
         return value
 
     def _literal(self, text: str) -> Any:
-        """Parse a value in Python notation. Raises Malformed."""
+        """Parse a value in Python notation, such as True or a tuple. Raises Malformed if it is
+        invalid."""
         reader = BlockReader(f"{text}\n", ended=True)  # the line break ends a number
         literals = JsonLiteralPieces(reader, self._values.remaining)
         try:
@@ -177,9 +190,13 @@ class CallArguments:
 
 
 class _Form:
-    """The form of one value's text. Starts undecided, then becomes "string", "value" (streamed;
-    "over" after its last bracket or where it is malformed) or "whole" (converted when complete).
-    `is_broken`: the value is malformed after the part that was yielded."""
+    """Converts the text of one argument value to JSON pieces. How it does so is decided by the
+    beginning of the text: "string" (streamed), "value" (an object or list, streamed; "over" after
+    its last bracket or where it is malformed) or "whole" (converted when complete); "" while
+    undecided.
+
+    `is_broken`: the value is malformed after a part of it was yielded.
+    """
 
     def __init__(self, types: frozenset[str], *, quoted: bool) -> None:
         self._types = types
@@ -210,7 +227,8 @@ class _Form:
             self.is_broken = True
 
     def end(self, convert: Callable[[str], Any]) -> Iterator[str]:
-        """Yield the end of the value; `convert` converts its whole text."""
+        """End the value and yield the remaining JSON text. `convert` converts the whole text of a
+        value that was not streamed."""
         if self._decided == "string":
             yield '"' if self._begun else '""'
         elif self._decided == "value":
@@ -226,8 +244,8 @@ class _Form:
                 yield json_text(text)
 
     def _decision(self, bare: str) -> str:
-        """Return the form by the beginning of the value, or "" if undecided; `bare` has no leading
-        white space."""
+        """Choose the form ("string", "value" or "whole") by the beginning of the value, which has
+        no leading white space; "" if more text is needed."""
         types, first = self._types, bare[:1]
         if not first:
             return ""
@@ -273,17 +291,19 @@ class _Budget:
         self.remaining = steps
 
     def take(self, steps: int) -> bool:
-        """Consume steps; return whether that many were left."""
+        """Use up a number of steps; return whether as many were left."""
         self.remaining -= steps
         return self.remaining >= 0
 
 
 class _ArgumentTypes:
-    """The type names allowed for each argument of one tool. Empty if the schema does not name any
-    or the budget does not suffice to find them."""
+    """The JSON type names that a tool's schema allows for each argument. The set is empty if the
+    schema names no type, or if the steps left for lookups do not suffice to find them all."""
 
     def __init__(self, root: Mapping[str, Any], budget: _Budget, schema: Any = None) -> None:
-        """Initialize with the schema `root`; `schema` is that of an argument within it."""
+        """`root`: the schema of the tool's arguments, in which references are resolved. `schema`:
+        the schema of a nested object or list in it whose members or items are looked up; by default
+        `root`."""
         self._root = root
         self._budget = budget
         schemas = [*self._schemas(root if schema is None else schema)]
@@ -299,7 +319,8 @@ class _ArgumentTypes:
         self._within: dict[str, _ArgumentTypes] = {}
 
     def schema(self, key: str) -> Any:
-        """Return the schema of an argument, or of additional ones; None if there is none."""
+        """Return the schema of the argument `key`, or else that of additional arguments; None if
+        there is neither."""
         schemas = [member[key] for member in self._members if key in member]
         if len(schemas) > 1:
             return {"anyOf": schemas}
@@ -316,14 +337,15 @@ class _ArgumentTypes:
         return self._types_by_key[key]
 
     def within(self, key: str) -> "_ArgumentTypes":
-        """Return the types of the members or items of an argument."""
+        """Return the allowed types of the members or items of the argument `key`."""
         if key not in self._within:
             schema = self.schema(key)
             self._within[key] = _ArgumentTypes(self._root, self._budget, schema or {})
         return self._within[key]
 
     def _schemas(self, schema: Any) -> Iterator[Mapping[str, Any]]:
-        """Yield a schema, and all schemas that it refers to or offers as alternatives."""
+        """Yield a schema, and all schemas that it refers to or combines by anyOf, oneOf or
+        allOf."""
         seen: set[str] = set()
         pending = [schema]
         while pending and self._budget.take(1):
@@ -338,14 +360,15 @@ class _ArgumentTypes:
                 pending.append(self._target(pointer))
 
     def _pointer_types(self, pointer: str) -> frozenset[str]:
-        """Return the types of a pointer's target."""
+        """Return the types that the schema at a JSON pointer allows."""
         if pointer not in self._types_by_pointer:
             self._types_by_pointer[pointer] = self._reachable_types(self._target(pointer), pointer)
         return self._types_by_pointer[pointer]
 
     def _reachable_types(self, schema: Any, skipped_pointer: str) -> frozenset[str]:
-        """Return the types of a schema and of all schemas that it refers to or offers as
-        alternatives; does not follow the pointer `skipped_pointer`."""
+        """Return the types that a schema allows, together with those of all schemas that it refers
+        to or combines by anyOf, oneOf or allOf. References to `skipped_pointer` are not followed.
+        Empty if the steps left do not suffice."""
         types: set[str] = set()
         seen = {skipped_pointer}
         pending = [schema]
@@ -368,7 +391,8 @@ class _ArgumentTypes:
         return frozenset(types)
 
     def _target(self, pointer: str) -> Any:
-        """Return the target of a JSON pointer (RFC 6901), or None."""
+        """Return the part of the tool's schema at a JSON pointer (RFC 6901); None if it does not
+        exist."""
         names = unquote(pointer).split("/")[1:]
         if not self._budget.take(len(names)):
             return None
@@ -389,7 +413,8 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _pointer(schema: Any) -> str:
-    """Return the reference of a schema into its own document; empty if it has none."""
+    """Return the JSON pointer of a schema's `$ref` into the same document; "" if the schema has
+    none."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(reference, str) or len(reference) > MAX_POINTER_CHARS:
         return ""

@@ -1,14 +1,15 @@
-"""Finds tool calls in the streamed text of an answer; pure.
+"""Finds tool calls in the streamed text of a choice, for formats that mark calls by tags or by
+their first character; pure.
 
-Arguments of a known tool's call are streamed once its name and their beginning are read; other
-calls are returned whole. Text that begins like a call but is malformed becomes text again, in
-order, unless part of the call was returned. Streamed arguments end at the first invalid character:
-the call is cut off there, and the text continues.
+The arguments of a known tool's call are streamed as soon as its name and their beginning are read;
+other calls are returned whole. Text that begins like a call but turns out malformed is returned as
+text, in order. If a part of the call was already returned, the call instead ends as cut off at the
+first invalid character, and the text continues after it.
 
-An answer that is cut off inside a call returns the partial call, without arguments if only the
-known tool's name was read. If the name was not read, the partial call is dropped if its block
-already has a call or was opened by a special token. An answer that is only such an opening tag is
-dropped as well.
+If the answer ends inside a call because of its length limit, the partial call is returned, without
+arguments if only the name of a known tool was read. If not even the name was read, the text is
+dropped if an earlier call is in the same block or a special token opened the block. An answer that
+consists only of such an opening tag is dropped as well.
 """
 
 import re
@@ -29,12 +30,13 @@ _INFO = re.compile(r"`+|\n")  # in the rest of a line that opens a fence
 
 
 class CallStream:
-    """Parses the text and calls of one choice in the format of a tool family.
+    """Parses the text and the tool calls of one choice in the format of a model family.
 
-    White space is held until text follows, and dropped at the end of an answer with calls. Tags
-    around text are dropped at its beginning and end and before a call; elsewhere they are text.
-    Tags in fenced code are text. A fence opens with a line that begins with three or more backticks
-    and has no others. It closes with a line that begins with as many and has no word after them.
+    White space is held until text follows, and dropped at the end of an answer that has calls. Tags
+    around the text (`answer_tags`) are dropped at its beginning, at its end and before a call;
+    elsewhere they are text. Tags in fenced code are text. A fence opens with a line that begins
+    with three or more backticks and has no others; it closes with a line that begins with as many
+    and has no word directly after them.
     """
 
     def __init__(
@@ -47,11 +49,12 @@ class CallStream:
         calls_first: bool = False,
         answer_tags: Sequence[str] = (),
     ) -> None:
-        """Parse for `family`, or None for answers without calls.
+        """`family`: the format of the calls; None if the answer cannot have calls. `new_id` makes a
+        call id where the model writes none.
 
-        Without `parallel`, drop calls after the first. `only_calls`: drop text after a call.
-        `calls_first`: an answer without a tag at its beginning has no calls. `answer_tags`:
-        more tags around text.
+        Without `parallel`, calls after the first are dropped. `only_calls`: drop text after a call.
+        `calls_first`: an answer that does not begin with a call's tag has no calls. `answer_tags`:
+        tags around text, in addition to the family's.
         """
         self._family = family
         self._schemas = schemas
@@ -94,7 +97,8 @@ class CallStream:
 
     @property
     def num_decided(self) -> int:
-        """Number of characters from the beginning that are known to be text or to be in a block."""
+        """Number of characters, from the beginning of the choice, that are certainly text or inside
+        a block of calls."""
         end = self._num_read if self._reader is None else self._block_start
         return end - len(self._space)
 
@@ -149,7 +153,8 @@ class CallStream:
         return parts
 
     def _in_text(self) -> bool:
-        """Process text outside a block; return whether there is more to process."""
+        """Process pending text outside a block of calls; return whether to continue with the rest
+        of it."""
         if self._calls_first and not self._num_calls:
             start = self._pending[self._position :].lstrip()
             tags = (*self._answer_tags, *self._openers)
@@ -211,7 +216,8 @@ class CallStream:
         return True
 
     def _surround(self, tag: str) -> None:
-        """Drop a tag before text, or hold one after text: it is text only if more text follows."""
+        """Handle a tag around text: drop it before any text; after text, hold it, since it is text
+        only if more text follows."""
         if not self._has_text:
             return
         self._tags += self._space + tag
@@ -231,7 +237,8 @@ class CallStream:
         self._has_text = True
 
     def _process_backticks(self, length: int, following: str) -> None:
-        """Process a run of backticks and the character after it."""
+        """Open or close a code fence at a run of `length` backticks; `following` is the character
+        after it."""
         if self._in_info:  # it was inline code, not a fence
             self._fence, self._in_info = 0, False
         elif self._fence:
@@ -241,7 +248,7 @@ class CallStream:
             self._fence, self._in_info = length, True
 
     def _emit_until(self, end: int) -> None:
-        """Emit the pending text up to a position as text."""
+        """Return the pending text up to position `end` as text of the answer."""
         self._emit(self._pending[self._position : end])
         self._position = end
 
@@ -257,7 +264,8 @@ class CallStream:
         self._block = self._family.read(self._reader, opener, self._schemas)
 
     def _in_block(self) -> bool:
-        """Read from the open block; return whether it is over."""
+        """Read calls from the open block; return True when the block has ended, False if more text
+        is needed."""
         reader, block = self._reader, self._block
         assert reader is not None
         assert block is not None
@@ -302,7 +310,8 @@ class CallStream:
         return True
 
     def _is_dropped(self, rest: str) -> bool:
-        """Return whether to drop the rest of an answer that ended inside a block."""
+        """Return whether to drop the rest of an answer that ended inside a block, instead of
+        returning it as text."""
         if self._has_called:
             return self._cut
         special = self._family.special if self._family else ()
@@ -313,8 +322,8 @@ class CallStream:
         return self._cut
 
     def _emit_call(self, piece: CallPiece) -> None:
-        """Emit a piece of a call. Raises Malformed for an unknown tool if the block has no opener:
-        it may be any JSON."""
+        """Add a piece of a call to the output. Raises Malformed for a call of an unknown tool in a
+        block without an opening tag, since that may be any JSON."""
         if piece.name:
             if not (self._opener or self._has_called or piece.name in self._schemas):
                 raise Malformed

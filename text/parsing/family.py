@@ -1,4 +1,4 @@
-"""The formats of a model family: how it writes tool calls and reasoning; pure."""
+"""Descriptions of how each model family writes tool calls and reasoning; pure."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from pdserve.text.parts import ContentPart
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """A piece of a tool call; the first piece has the name, and `last` ends the call. `cut`: the
-    arguments are incomplete."""
+    """A piece of a tool call. The first piece of a call has the function's name; `last` ends the
+    call. `cut`: the arguments of the call are incomplete."""
 
     name: str = ""
     arguments: str = ""  # a piece of a JSON object's text
@@ -25,8 +25,9 @@ Calls = Generator[CallPiece | None, None, None]  # None: needs more text
 
 
 class ContentParser(Protocol):
-    """Parses text in pieces of any size to content; `finish` returns the content held back. `cut`:
-    the answer reached its length limit, and so may end inside a call."""
+    """Parses a choice's text, which `push` gets in pieces of any size, to content parts (text,
+    reasoning, calls). `finish` ends the text and returns what was held back; `cut`: the answer
+    reached its length limit, so it may end inside a call."""
 
     def push(self, text: str) -> list[ContentPart]: ...
 
@@ -34,7 +35,7 @@ class ContentParser(Protocol):
 
 
 class ReasoningParser(ContentParser, Protocol):
-    """Parses reasoning; `closed`: no more reasoning follows."""
+    """A ContentParser that separates the reasoning; `closed`: no more reasoning can follow."""
 
     @property
     def closed(self) -> bool: ...
@@ -42,8 +43,9 @@ class ReasoningParser(ContentParser, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """The form of a call under a grammar: `begin`, in which NAME is replaced by the function's
-    name, the arguments as JSON, and `end`. A call begins where free text contains `trigger`."""
+    """How a call is written where a grammar constrains the answer: `begin`, with the function's
+    name in place of NAME, then the arguments as JSON, then `end`. A call begins where free text
+    contains `trigger`."""
 
     begin: str
     end: str
@@ -51,8 +53,8 @@ class CallForm:
 
 
 def object_form(begin: str, end: str, space: str = "", *, arguments: str = "arguments") -> CallForm:
-    """Return the form of a JSON object between two tags, with `space` between it and each tag.
-    `arguments`: the key of the arguments."""
+    """Return the form of a call that is a JSON object between the tags `begin` and `end`, with
+    `space` between the object and each tag. `arguments`: the object's key for the arguments."""
     return CallForm(
         f'{begin}{space}{{"name": "NAME", "{arguments}": ', f"}}{space}{end}", trigger=begin
     )
@@ -60,17 +62,17 @@ def object_form(begin: str, end: str, space: str = "", *, arguments: str = "argu
 
 @dataclass(frozen=True, slots=True)
 class ToolFamily:
-    """The tool call format of a model family.
+    """How a model family writes tool calls.
 
-    openers: tags of which each begins a block of calls.
-    bare: characters of which one begins a block without an opener, at the start of the answer. The
+    openers: tags each of which begins a block of calls.
+    bare: characters each of which begins a block without a tag, at the start of the answer. The
         first call of such a block must be of a known tool.
-    read: reads the calls of a block after its opener ("" without one). Raises Malformed if the text
-        is not a call.
-    special: texts that the parser needs even if they are special tokens.
-    make_parser: makes a parser of whole answers, including reasoning, which replaces `read`. It is
-        called with a function that makes call ids, whether calls may be parallel, and the tools.
-    opening: the first input of that parser if the answer continues a message.
+    read: reads the calls of a block after its opening tag ("" without one). Raises Malformed if the
+        text is not a call.
+    special: texts that the parser must see even if they are special tokens.
+    make_parser: makes a parser of whole answers, including reasoning, for use instead of `read`.
+        Arguments: a function that makes call ids, whether several calls are allowed, and the tools.
+    opening: the first input of that parser if the answer continues an assistant message.
     answer_tags: tags around the text of an answer, which are dropped.
     """
 
@@ -91,7 +93,8 @@ class ToolFamily:
 
     @property
     def has_tags(self) -> bool:
-        """Whether a call begins with a tag, which cannot begin an answer in JSON."""
+        """Whether each call begins with a tag, so that a JSON answer cannot be mistaken for a
+        call."""
         return self.form.trigger in self.openers
 
 
@@ -107,10 +110,12 @@ def tagged_family(
     special: Sequence[str] = (),
     answer_tags: Sequence[str] = (),
 ) -> ToolFamily:
-    """Return a family whose blocks of calls are between two tags.
+    """Return a family that writes blocks of calls between the tags `begin` and `end`.
 
-    `matches`: by default, whether a template has `begin`. `space`: between the tags and a call
-    under a grammar. `openers`, `special`: more of them than the tags.
+    `matches` tells whether a chat template is of the family; by default, whether it contains
+    `begin`. `space`: text between a tag and a call that a grammar constrains. `openers`, `special`:
+    further opening tags, and further texts that the parser must see even if they are special
+    tokens.
     """
     return ToolFamily(
         name,
@@ -125,15 +130,16 @@ def tagged_family(
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFamily:
-    """The reasoning format of a model family: reasoning between `begin` and `end`, then the answer.
+    """How a model family writes reasoning: the reasoning between `begin` and `end`, then the
+    answer.
 
     make: makes a parser; its argument says whether the prompt has already opened the reasoning.
     after: the text after which the answer begins.
-    special: texts that the parser needs even if they are special tokens.
-    written: the model's text for `begin` and `end`, if it differs.
-    lead: text between `after` and a structured answer. It excludes optional text that the model may
-        write there otherwise.
-    opening: the first input of the parser if the answer continues a message.
+    special: texts that the parser must see even if they are special tokens.
+    written: what the model itself writes for `begin` and `end`, if that differs.
+    lead: text between `after` and a structured answer, without text that the model may write there
+        otherwise.
+    opening: the first input of the parser if the answer continues an assistant message.
     answer_tags: tags around the text of an answer, which are dropped.
     """
 

@@ -1,7 +1,8 @@
-"""Parses Harmony, the answer format of gpt-oss: messages with channels, some of them calls; pure.
+"""Parses Harmony, the answer format of gpt-oss, in which an answer is a sequence of messages: some
+are reasoning, some tool calls, some text; pure.
 
 A message is a header, <|message|> and a body. The prompt ends with <|start|>assistant, so an answer
-begins inside the first header. An answer without messages, e.g. from a grammar, is text.
+begins inside the first header. An answer without messages, e.g. under a grammar, is text.
 """
 
 import re
@@ -36,13 +37,14 @@ _BEGINNINGS = (CHANNEL, MESSAGE, START, " to=", "to=", "assistant" + CHANNEL)
 
 
 def is_template(template: str) -> bool:
-    """Return whether a chat template writes Harmony messages."""
+    """Return whether the source of a chat template writes Harmony messages."""
     return CHANNEL in template and MESSAGE in template
 
 
 class HarmonyStream:
-    """Parses one choice; with `calls`, messages to functions are calls, otherwise text. Streams
-    calls of the tools in `schemas` and yields others whole; without `schemas`, streams all."""
+    """Parses the text of one choice in the Harmony format. With `calls`, messages to functions are
+    tool calls, otherwise text. Arguments are streamed for the tools in `schemas`, or for all tools
+    without `schemas`; calls of other tools are returned whole."""
 
     def __init__(
         self,
@@ -67,7 +69,8 @@ class HarmonyStream:
 
     @property
     def closed(self) -> bool:
-        """Always True: reasoning is in separate messages, so no reasoning is held back."""
+        """Always True: reasoning comes in separate messages, so no text is held back as possible
+        reasoning."""
         return True
 
     def push(self, text: str) -> list[ContentPart]:
@@ -120,8 +123,8 @@ class HarmonyStream:
             yield
 
     def _header(self) -> Generator[None, None, str]:
-        """Return the next header; text that is not a header is emitted as text, without tags.
-        Raises CutOff at the end."""
+        """Read the next header up to <|message|> and return it. Text that is not a header is
+        returned to the client as text, without tags. Raises CutOff at the end of the answer."""
         reader = self._reader
         while True:
             start = reader.position
@@ -144,7 +147,8 @@ class HarmonyStream:
                 self._add_text(_TAG.sub("", header))
 
     def _call(self, name: str) -> Generator[None, None, None]:
-        """Emit a call; text that is not a JSON object stays unread, to be read as a body."""
+        """Read the arguments of a call of the function `name`. If they are not a JSON object, the
+        text stays unread, so that it is then read as the body of a text message."""
         reader = self._reader
         reader.drop_read()
         schemas = ToolSchemas({name: None}) if self._schemas is None else self._schemas
@@ -187,8 +191,9 @@ class HarmonyStream:
     def _body(
         self, kind: type[TextPart] | type[ReasoningPart], *, plain: bool = False
     ) -> Generator[None, None, None]:
-        """Emit a body up to the next message, or to the header of a call, which a grammar allows
-        anywhere. `plain`: a text without a header. Raises CutOff at the end."""
+        """Read a message's body of text or reasoning (`kind`), up to the next message or to the
+        header of a call, which may come anywhere under a grammar. `plain`: the answer has no
+        headers, so all of it is text. Raises CutOff at the end of the answer."""
         reader = self._reader
         marks = (*(() if plain else _NEXT), *((CALL,) if self._calls else ()))
         pattern = re.compile("|".join(map(re.escape, marks)))
@@ -225,14 +230,15 @@ def _is_header(text: str) -> bool:
 
 
 def _stripped_end(text: str) -> str:
-    """Return the last body of the answer without its end tag."""
+    """Return the body of the last message without the end tag that may follow it."""
     for end in ENDS:
         text = text.removesuffix(end)
     return text
 
 
 def _bounded(reader: BlockReader, calls: Calls) -> Calls:
-    """Pass on a call, but end it as malformed above MAX_CALL_CHARS. Raises Malformed."""
+    """Yield the pieces of a call, but end the call as malformed if its text exceeds MAX_CALL_CHARS.
+    Raises Malformed if no piece of it was yielded yet."""
     for piece in calls:
         if piece is None and len(reader.text) > MAX_CALL_CHARS:
             yield calls.throw(Malformed())

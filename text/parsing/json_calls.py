@@ -1,4 +1,6 @@
-"""Reads tool calls that are JSON, in whole or in their arguments; pure."""
+"""Reads tool calls that are JSON objects, or whose arguments are; pure. Readers are generators of
+call pieces. They raise CutOff if the text ends inside a call, Malformed if the text is not a
+call."""
 
 import re
 from collections.abc import Callable, Generator
@@ -30,8 +32,8 @@ CALL_KEYS = frozenset((*NAME_KEYS, *ARGUMENT_KEYS, "type", "id", "tool_call_id")
 
 
 def call_of(value: Any, schemas: ToolSchemas, *, needs_arguments: bool = False) -> CallPiece:
-    """Return the call of an object {"name": ..., "arguments" or "parameters": ...}. Raises
-    Malformed if the object is not a call, e.g. if it defines a tool."""
+    """Convert a parsed JSON object {"name": ..., "arguments" or "parameters": ...} to a call.
+    Raises Malformed if the value is not a call, e.g. if it is the definition of a tool."""
     if not isinstance(value, dict):
         raise Malformed
     function = value.get("function")
@@ -60,10 +62,11 @@ def _complete_call(name: str, arguments: Any) -> CallPiece:
 
 
 def streamed_call(schemas: ToolSchemas, name: str, pieces: Pieces[None], id: str = "") -> Calls:
-    """Yield the call of a function whose arguments come in pieces.
+    """Yield the call of the function `name`, whose arguments come as pieces of JSON.
 
-    Streams the arguments of a known tool; yields other calls whole. A call ends as cut where its
-    streamed arguments become malformed. Raises CutOff, Malformed.
+    For a known tool the pieces are yielded as they come, and the call ends as cut off where they
+    become malformed; a call of an unknown tool is yielded whole. Raises CutOff; Malformed if the
+    pieces become malformed before one was yielded.
     """
     is_known = name in schemas
     held: list[str] = []
@@ -95,7 +98,8 @@ def streamed_call(schemas: ToolSchemas, name: str, pieces: Pieces[None], id: str
 
 
 def json_call(reader: BlockReader, schemas: ToolSchemas, *, needs_arguments: bool = False) -> Calls:
-    """Read a call that is a JSON object. Raises CutOff, Malformed."""
+    """Read one call that is a JSON object, e.g. {"name": ..., "arguments": {...}}; the arguments of
+    a known tool are streamed. Raises CutOff, Malformed."""
     if (yield from reader.first_after_space()) not in ("{", ""):
         raise Malformed
     start = reader.position
@@ -118,8 +122,8 @@ def json_call(reader: BlockReader, schemas: ToolSchemas, *, needs_arguments: boo
 def grammar_call(
     reader: BlockReader, schemas: ToolSchemas, end: str
 ) -> Generator[CallPiece | None, None, bool]:
-    """Read a call in the form of a grammar, a JSON object, and its end tag. Returns whether one
-    begins here. Raises CutOff, Malformed."""
+    """Read one call in the form that grammars use, a JSON object and the tag `end`. Returns False,
+    without reading, if no JSON object begins here. Raises CutOff, Malformed."""
     if (yield from reader.first_after_space()) != "{":
         return False
     yield from json_call(reader, schemas)
@@ -128,7 +132,7 @@ def grammar_call(
 
 
 class _CallHead:
-    """Reads the fields before the arguments of a call that is a JSON object."""
+    """Reads the part of a call's JSON object before the arguments, where the function's name is."""
 
     def __init__(self, reader: BlockReader, schemas: ToolSchemas) -> None:
         self.name = ""
@@ -138,8 +142,8 @@ class _CallHead:
         self._depth = 0
 
     def read(self) -> Reading[bool]:
-        """Read up to the arguments; return whether arguments of a known tool follow. Raises CutOff,
-        Malformed."""
+        """Read the object up to the arguments; return whether they can be streamed: they belong to
+        a known tool and are an object or a string. Raises CutOff, Malformed."""
         reader = self._reader
         opens = True
         while True:
@@ -174,8 +178,8 @@ class _CallHead:
                 return False
 
     def _may_be_schema(self) -> Reading[bool]:
-        """Return whether the next object looks like a JSON schema instead of arguments of the tool.
-        Raises CutOff."""
+        """Return whether the object that begins here looks like the JSON schema of a tool's
+        definition, rather than like arguments of the tool. Raises CutOff."""
         reader = self._reader
         start = reader.position
         key = ""
@@ -194,7 +198,7 @@ class _CallHead:
         yield from self._tail()
 
     def _tail(self) -> Reading[None]:
-        """Read the rest of the object, as far as it is valid."""
+        """Read the rest of the call's object after the arguments, as far as it is valid JSON."""
         reader = self._reader
         try:
             while self._depth:
@@ -228,7 +232,8 @@ def _skip_value(reader: BlockReader) -> Reading[None]:
 
 
 def json_arguments(reader: BlockReader, schemas: ToolSchemas, name: str, id: str = "") -> Calls:
-    """Read the arguments of a call, a JSON object. Raises CutOff, Malformed."""
+    """Read the arguments of a call of the function `name`, a JSON object; those of a known tool are
+    streamed. `id`: the model's id of the call. Raises CutOff, Malformed."""
     name = name.strip()
     try:
         first = yield from reader.first_after_space()
@@ -245,7 +250,8 @@ def json_arguments(reader: BlockReader, schemas: ToolSchemas, name: str, id: str
 
 
 def json_list(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    """Read the calls of a JSON list after its opening bracket. Raises CutOff, Malformed."""
+    """Read the calls in a JSON list, whose opening bracket has been read, up to its closing
+    bracket. Raises CutOff, Malformed."""
     while True:
         if (yield from reader.take_after_space("]")):
             return
@@ -255,7 +261,8 @@ def json_list(reader: BlockReader, schemas: ToolSchemas) -> Calls:
 
 
 def json_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    """Read one or more calls that are JSON objects, or a list of them. Raises CutOff, Malformed."""
+    """Read one or more calls: JSON objects separated by commas, semicolons or white space, or a
+    JSON list of them. Raises CutOff, Malformed."""
     if (yield from reader.take_after_space("[")):
         if (yield from reader.take_after_space("]")):
             raise Malformed
@@ -267,8 +274,9 @@ def json_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
 
 
 def in_form_only(family: ToolFamily) -> ToolFamily:
-    """Return the family reading only calls in the form of its grammar, which holds no other call to
-    a schema."""
+    """Return a copy of a tool family that reads only calls written as its grammar form
+    (`family.form`). For answers under a grammar, in which calls in another form would not be held
+    to their tools' schemas."""
     form = family.form
     prefix, suffix = form.begin.removeprefix(form.trigger).split("NAME")
 
@@ -286,8 +294,8 @@ def in_form_only(family: ToolFamily) -> ToolFamily:
 def calls_in_section(
     reader: BlockReader, begin: str, end: str, read_call: Callable[[], Calls]
 ) -> Calls:
-    """Read calls that each begin with a tag, up to the end tag of their section. `read_call` reads
-    one after its tag. Raises CutOff, Malformed."""
+    """Read the calls of a section: each begins with the tag `begin`, and the tag `end` ends the
+    section. `read_call` reads one call after its tag. Raises CutOff, Malformed."""
     if (yield from reader.expect(begin, end)) == end:
         return
     while True:
@@ -298,7 +306,8 @@ def calls_in_section(
 
 
 def listed_calls(reader: BlockReader, read_call: Callable[[], Calls]) -> Calls:
-    """Read calls with commas between them, up to a closing bracket. Raises CutOff, Malformed."""
+    """Read calls separated by commas, up to a closing square bracket. `read_call` reads one call.
+    Raises CutOff, Malformed."""
     mark = ","
     while mark == ",":
         yield from read_call()
@@ -306,7 +315,8 @@ def listed_calls(reader: BlockReader, read_call: Callable[[], Calls]) -> Calls:
 
 
 def object_pieces(members: Pieces[None]) -> Pieces[None]:
-    """Yield an object's text from pieces of its members, which include the commas."""
+    """Yield the text of a JSON object from pieces of its members, adding the braces. The pieces
+    must include the commas between members."""
     begun = False
     for piece in members:
         if piece is not None and not begun:
@@ -318,8 +328,8 @@ def object_pieces(members: Pieces[None]) -> Pieces[None]:
 
 
 def _first_key(reader: BlockReader) -> Reading[str]:
-    """Return the first key of the JSON object that begins here, without reading it. Raises CutOff,
-    Malformed."""
+    """Return the first key of the JSON object that begins here; the read position stays before the
+    object. Raises CutOff, Malformed."""
     while (match := _FIRST_KEY.match(reader.text, reader.position)) is None:
         rest = reader.text[reader.position : reader.position + 64]
         if rest and not _HALF_KEY.match(rest):
@@ -329,8 +339,9 @@ def _first_key(reader: BlockReader) -> Reading[str]:
 
 
 def bare_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    """Read a call that is a JSON object without tags. Recognizes it by its first key, so that an
-    answer that begins with another object is not held back. Raises CutOff, Malformed."""
+    """Read one call that is a JSON object without tags around it. The first key decides whether it
+    is a call, so that another JSON object at the beginning of an answer is not held back. Raises
+    CutOff, Malformed."""
     yield from reader.space()
     if (yield from _first_key(reader)) not in CALL_KEYS:
         raise Malformed
@@ -338,8 +349,8 @@ def bare_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
 
 
 def bare_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    """Read a sequence or a list of calls that are JSON objects without tags; xLAM 1 writes the list
-    as {"tool_calls": [...]}. Raises CutOff, Malformed."""
+    """Read one or more calls without tags around them: a sequence of JSON objects, a list of them,
+    or {"tool_calls": [...]} as xLAM 1 writes it. Raises CutOff, Malformed."""
     first = yield from reader.first_after_space()
     wrapped = first == "{" and (yield from _first_key(reader)) == "tool_calls"
     if wrapped:

@@ -1,6 +1,7 @@
-"""Streams arguments as pieces of JSON text while the model writes them; pure.
+"""Converts the arguments of a tool call to pieces of valid JSON text while the model writes them;
+pure.
 
-Each generator yields text as soon as its JSON form is known, continues at its reader's position,
+Each generator yields text as soon as its JSON form is certain, reads on from its reader's position,
 and keeps no position across a yielded piece. Invariant: the joined pieces do not depend on how the
 input is split.
 """
@@ -50,16 +51,17 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 
 
 def json_escaped(text: str) -> str:
-    """Encode a text for use inside a JSON string, without the quotes."""
+    """Escape a text for use inside a JSON string; the quotes are not included."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def json_pieces(reader: BlockReader) -> Pieces[None]:
-    """Yield the JSON object that begins here as the model writes it.
+    """Read a JSON object that a model writes, and yield it as pieces of valid JSON.
 
-    Python's words, numbers and single quotes, and bare control characters and wrong escapes in
-    strings become valid JSON; trailing commas are dropped. Commas, keys and the first bracket are
-    held until the next value or the beginning of a long number. Raises CutOff, Malformed.
+    Corrects words, numbers and quotes in Python notation, control characters and wrong escapes in
+    strings, and trailing commas. Commas, keys and the first bracket are yielded only with the value
+    after them, or with the beginning of a long number. Raises CutOff if the text ends inside the
+    object, Malformed if it cannot be corrected.
     """
     brackets: list[str] = []  # the closing brackets of open objects and lists
     held: list[str] = []
@@ -179,14 +181,16 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
 
 
 def _quote(text: str, position: int, *, ended: bool) -> str:
-    """Return the quote with which a string begins; "" if there is not enough text to decide."""
+    """Return the quotation mark(s) with which a string begins at `position`; "" if more text is
+    needed to tell a single quotation mark from a triple one."""
     quote = next(quote for quote in _QUOTES if text.startswith(quote, position))
     rest = text[position : position + 3]
     return "" if not ended and len(rest) < 3 and rest == quote * len(rest) else quote
 
 
 def _last_word(head: str, text: str) -> str:
-    """Return the word at the end of a text as JSON after `head`; empty if it is not a value."""
+    """Return `head` and the number or name at the end of a cut-off text as JSON; "" if that is not
+    a value."""
     try:
         return head + _json_word(text)
     except Malformed:
@@ -194,8 +198,9 @@ def _last_word(head: str, text: str) -> str:
 
 
 def _json_word(text: str, *, as_written: bool = True) -> str:
-    """Convert a number or a name to JSON; with `as_written`, keep valid JSON unchanged. An invalid
-    number that begins as a long number becomes a string. Raises Malformed."""
+    """Convert a number or a name such as True to JSON. With `as_written`, valid JSON is returned
+    unchanged. An invalid text that begins with a long number becomes a string. Raises Malformed for
+    other invalid texts."""
     if len(text) > MAX_NAME_CHARS:
         raise Malformed
     try:
@@ -208,8 +213,9 @@ def _json_word(text: str, *, as_written: bool = True) -> str:
 
 
 def quoted_json_pieces(reader: BlockReader) -> Pieces[None]:
-    """Yield the JSON object that is encoded in the JSON string that begins here; {} if empty.
-    Always reads the whole string. Raises CutOff, Malformed."""
+    """Read a JSON string that contains an encoded JSON object (arguments written as a string), and
+    yield the object in pieces; {} if the string is empty. The string is read to its end even if the
+    object is malformed. Raises CutOff, Malformed."""
     yield from reader.expect('"')
     inner = BlockReader("")
     pieces = _object_pieces(inner)
@@ -243,7 +249,8 @@ def quoted_json_pieces(reader: BlockReader) -> Pieces[None]:
 
 
 class OpenJson:
-    """Tracks the open brackets and strings of a JSON text in pieces, each with whole escapes."""
+    """Tracks which brackets and strings are still open in a JSON text that is pushed in pieces. A
+    piece must not end inside an escape sequence."""
 
     def __init__(self) -> None:
         self._brackets: list[str] = []
@@ -266,7 +273,8 @@ class OpenJson:
 
     @property
     def closing(self) -> str:
-        """The text that completes the JSON."""
+        """The text that would complete the JSON pushed so far: end quotes, a missing value, closing
+        brackets."""
         value = '"' * self._in_string + "null" * self._lacks_value
         return value + "".join(reversed(self._brackets))
 
@@ -282,8 +290,8 @@ def _object_pieces(reader: BlockReader) -> Pieces[None]:
 
 
 def _unquoted(reader: BlockReader) -> Reading[str]:
-    """Read and decode the available part of a JSON string; return "" at its end. Raises CutOff,
-    Malformed."""
+    """Read and decode as much of a JSON string as is available; return "" at its end quote. Raises
+    CutOff, Malformed."""
     while True:
         match = _WHOLE_CHARS.match(reader.text, reader.position)
         assert match is not None  # the pattern also matches ""
@@ -304,9 +312,10 @@ def _unquoted(reader: BlockReader) -> Reading[str]:
 
 
 class LiteralPieces:
-    """Reads values in Python notation, which includes JSON's; a subclass reads Gemma's.
+    """Reads values in Python notation, which includes JSON, and yields them as JSON pieces. A
+    subclass reads the notation of Gemma.
 
-    `values_left`: how many more values to read.
+    `values_left`: how many more values may be read before the text counts as malformed.
     """
 
     quote = '"'
@@ -317,8 +326,9 @@ class LiteralPieces:
         self.values_left = max_values
 
     def value(self, head: str = "", depth: int = 0) -> Pieces[None]:
-        """Yield the next value as JSON. `head` is yielded with the value's beginning: a bracket, a
-        quote, or a whole number or name; or when a long number begins. Raises CutOff, Malformed."""
+        """Read the next value and yield it as JSON pieces. `head` (e.g. a key before the value) is
+        yielded together with the value's beginning: a bracket, a quotation mark, a complete number
+        or name, or when a long number begins. Raises CutOff, Malformed."""
         reader = self._reader
         self.values_left -= 1
         if depth > MAX_VALUE_DEPTH or self.values_left < 0:
@@ -391,7 +401,8 @@ class LiteralPieces:
         yield "]" if head == ", " else f"{head}]"
 
     def _key(self) -> Reading[str]:
-        """Read a key of an object up to its colon; return it as JSON. Raises CutOff, Malformed."""
+        """Read the key of an object's member and the colon after it; return the key as a JSON
+        string. Raises CutOff, Malformed."""
         opening = (yield from self._opening()) or (yield from self._reader.expect(self.quote))
         key = ""
         for piece in self._string(opening):
@@ -405,7 +416,8 @@ class LiteralPieces:
         return f'"{key}"'
 
     def _opening(self) -> Reading[str]:
-        """Read the beginning of a string, up to its quote; return it, or "" if none is here."""
+        """Read the beginning of a string, an optional prefix such as r and the quotation marks, and
+        return it; "" if no string begins here."""
         reader = self._reader
         while True:
             rest = reader.text[reader.position : reader.position + 4]
@@ -416,7 +428,8 @@ class LiteralPieces:
             yield from reader.more()
 
     def _string(self, opening: str) -> Pieces[None]:
-        """Yield the text of a string and read its end quote. Raises CutOff."""
+        """Yield the text of a string, escaped for JSON, and read its end quote. `opening`: the
+        prefix and quotation marks with which it began. Raises CutOff."""
         reader = self._reader
         quote = opening.lstrip("rRuU")
         is_raw = opening[0] in "rR"
@@ -466,7 +479,8 @@ class LiteralPieces:
         return self.escapes.get(code, code if code in "\\'\"" else match[0])
 
     def _word(self, head: str) -> Pieces[None]:
-        """Yield a number or a name as JSON. Raises CutOff, Malformed."""
+        """Read a number or a name such as True and yield it, after `head`, as JSON. Raises CutOff,
+        Malformed."""
         reader = self._reader
         while True:
             match = _WORD.match(reader.text, reader.position)
@@ -487,6 +501,7 @@ class LiteralPieces:
 
 
 class JsonLiteralPieces(LiteralPieces):
-    """Reads values in JSON notation, which may contain Python notation."""
+    """Reads values in JSON notation, in which parts may be in Python notation, and yields them as
+    JSON pieces."""
 
     escapes: Mapping[str, str] = {**_ESCAPED, "/": "/"}

@@ -1,4 +1,5 @@
-"""Reads text in pieces with generators that yield None where they need more text; pure.
+"""Reads text that arrives in pieces. The reading functions are generators: they yield None where
+they need more text, and return what they have read; pure.
 
 Invariant: each character is read only a few times, however the text is split.
 """
@@ -22,16 +23,17 @@ MISTRAL_CALLS = "[TOOL_CALLS]"
 
 
 class Malformed(Exception):
-    """The text does not have the expected form."""
+    """Raised by reading functions: the text does not have the expected form."""
 
 
 class CutOff(Malformed):
-    """The text ended before the expected form was complete.
+    """Raised by reading functions: the text ended before the expected form was complete.
 
-    `name`: the known tool whose call was cut off before its arguments. `id`: the id of that call.
-    `certain`: the text cannot be anything but that call, even if no tag precedes it. `closing`: the
-    text that completes the JSON of the yielded arguments. `value`: the value at the end of the text
-    as JSON, with any text before it that was not yielded.
+    name: the known tool whose call was cut off before its arguments.
+    id: the model's id of that call.
+    certain: the text cannot be anything but that call, even without a tag before it.
+    closing: text that completes the JSON of the arguments that were yielded.
+    value: the value at the end of the text as JSON, with any text before it that was not yielded.
     """
 
     def __init__(
@@ -52,7 +54,8 @@ class CutOff(Malformed):
 
 
 def held(text: str, marks: Sequence[str]) -> int:
-    """Return the length of the longest end of a text that is the beginning of a mark."""
+    """Return the length of the longest ending of `text` with which one of the marks begins. That
+    ending must be held back, since the mark may follow."""
     for size in range(min(len(text), max(map(len, marks), default=1) - 1), 0, -1):
         tail = text[-size:]
         if any(mark.startswith(tail) for mark in marks):
@@ -61,8 +64,9 @@ def held(text: str, marks: Sequence[str]) -> int:
 
 
 class BlockReader:
-    """A text with a read position: `text` from `position` on is unread. `feed` adds text; `ended`
-    marks the end of the input, and `cut` that the answer reached its length limit there."""
+    """A text that grows, with a read position: `text` from `position` on is unread. `feed` adds
+    text; `ended` says that no more text follows, and `cut` that the answer ended at its length
+    limit."""
 
     def __init__(self, text: str, position: int = 0, *, ended: bool = False) -> None:
         self.text = text
@@ -78,19 +82,19 @@ class BlockReader:
         self.text = joined
 
     def drop_read(self) -> None:
-        """Drop the text before `position`. Call it only after a generator yields a piece, not None:
-        a waiting generator may keep a position."""
+        """Discard the text before the read position. Call it only after a generator has yielded a
+        piece: one that waits for more text (has yielded None) may have stored a position."""
         self.text = self.text[self.position :]
         self.position = 0
 
     def more(self) -> Reading[None]:
-        """Wait for more text. Raises CutOff at the end."""
+        """Wait for more text. Raises CutOff if the text has ended."""
         if self.ended:
             raise CutOff
         yield
 
     def space(self) -> Reading[None]:
-        """Skip white space."""
+        """Read past white space."""
         while True:
             match = _SPACE.match(self.text, self.position)
             assert match is not None  # the pattern also matches ""
@@ -101,18 +105,20 @@ class BlockReader:
             yield
 
     def first(self) -> Reading[str]:
-        """Return the next character without reading it; "" at the end."""
+        """Return the next character without reading it; "" at the end of the text."""
         while self.position == len(self.text) and not self.ended:
             yield
         return self.text[self.position : self.position + 1]
 
     def first_after_space(self) -> Reading[str]:
-        """Read white space, then as `first`."""
+        """Read white space, then return the next character without reading it; "" at the end of the
+        text."""
         yield from self.space()
         return (yield from self.first())
 
     def take(self, *marks: str) -> Reading[str]:
-        """Read the next mark; return "" if none of the marks follows."""
+        """Read one of the marks if it comes next and return it; otherwise read nothing and return
+        ""."""
         while True:
             for mark in marks:
                 if self.text.startswith(mark, self.position):
@@ -124,13 +130,14 @@ class BlockReader:
             yield
 
     def take_after_space(self, *marks: str) -> Reading[str]:
-        """Read white space, then as `take`."""
+        """Read white space, then one of the marks if it comes next and return it; otherwise return
+        ""."""
         yield from self.space()
         return (yield from self.take(*marks))
 
     def take_end(self, mark: str) -> Reading[bool]:
-        """Read the end mark of a call, or its beginning if the answer ends in it. Returns whether
-        it was read."""
+        """Read the end tag of a call if it comes next; return whether it did. A tag of which the
+        end of the answer cuts off a part counts as well."""
         if (yield from self.take(mark)):
             return True
         if not self.ended or not mark.startswith(self.text[self.position :]):
@@ -139,12 +146,14 @@ class BlockReader:
         return True
 
     def take_end_after_space(self, mark: str) -> Reading[bool]:
-        """Read white space, then as `take_end`."""
+        """Read white space, then the end tag of a call as `take_end` does; return whether it came
+        next."""
         yield from self.space()
         return (yield from self.take_end(mark))
 
     def expect(self, *marks: str) -> Reading[str]:
-        """Read one of the marks. Raises CutOff, or Malformed if other text follows."""
+        """Read one of the marks, which must come next, and return it. Raises CutOff if the text
+        ends before the mark is complete, Malformed if other text comes next."""
         next_mark = yield from self.take(*marks)
         if not next_mark:
             rest = self.text[self.position :]
@@ -154,15 +163,17 @@ class BlockReader:
         return next_mark
 
     def expect_after_space(self, *marks: str) -> Reading[str]:
-        """Read white space, then as `expect`."""
+        """Read white space, then one of the marks, which must come next; return the mark. Raises
+        CutOff, Malformed as `expect`."""
         yield from self.space()
         return (yield from self.expect(*marks))
 
     def until(self, *marks: str, max_chars: int = 0) -> Reading[tuple[str, str]]:
-        """Read the text before the first of the marks, and that mark; return both.
+        """Read up to and including the first of the marks; return the text before the mark, and the
+        mark.
 
-        No mark may be part of another. Raises CutOff; Malformed if the text is longer than
-        `max_chars` (0: no limit).
+        No mark may be part of another. Raises CutOff if the text ends without a mark, Malformed if
+        the text before it exceeds `max_chars` characters (0: no limit).
         """
         pattern = re.compile("|".join(map(re.escape, marks)))
         overlap = max(map(len, marks)) - 1
@@ -180,8 +191,9 @@ class BlockReader:
             yield from self.more()
 
     def pieces_until(self, *marks: str) -> Pieces[str]:
-        """Stream the text before the first of the marks, then read and return that mark. No mark
-        may be part of another. Raises CutOff."""
+        """Yield the text before the first of the marks in pieces as it arrives; then read and
+        return the mark. No mark may be part of another. Raises CutOff if the text ends without a
+        mark."""
         pattern = re.compile("|".join(map(re.escape, marks)))
         while True:
             match = pattern.search(self.text, self.position)
@@ -197,8 +209,8 @@ class BlockReader:
             yield from self.more()
 
     def name(self) -> Reading[str]:
-        """Read a function's name. Raises CutOff, also if the text ends right after the name;
-        Malformed."""
+        """Read a function's name (letters, digits and _.-) and return it. Raises CutOff if the text
+        ends before a character follows the name, Malformed if no name is here or it is too long."""
         while True:
             match = _NAME.match(self.text, self.position)
             end = match.end() if match else self.position
@@ -210,16 +222,16 @@ class BlockReader:
             yield from self.more()
 
     def string(self) -> Reading[str]:
-        """Read the JSON string that begins here; return it with its quotes. Raises CutOff,
-        Malformed."""
+        """Read the JSON string that begins here; return it with its quotes, still encoded. Raises
+        CutOff, Malformed."""
         yield from self.expect('"')
         start = self.position - 1
         self.position = yield from self._past_string(self.position)
         return self.text[start : self.position]
 
     def balanced(self) -> Reading[str]:
-        """Read the bracketed JSON text that begins here, up to its last bracket. Raises CutOff;
-        Malformed if a tag outside strings comes first."""
+        """Read the JSON object or list that begins here up to its closing bracket; return its text.
+        Raises CutOff if the text ends first, Malformed if a tag comes first outside strings."""
         start = scanned = self.position
         depth = 0
         while True:
@@ -251,7 +263,8 @@ class BlockReader:
                 scanned = yield from self._past_string(scanned)
 
     def _past_string(self, position: int) -> Reading[int]:
-        """Return the position after a string's end quote; a backslash escapes a character."""
+        """Return the position after the end quote of a string in which `position` is. A backslash
+        escapes the next character."""
         while True:
             match = _IN_STRING.search(self.text, position)
             if match and match[0] == '"':

@@ -1,7 +1,8 @@
-"""Separates reasoning between two tags from the streamed answer; pure.
+"""Separates reasoning between two tags from the rest of a streamed answer; pure.
 
-Reasoning is at the very beginning, or the prompt opens it. An end tag at the very beginning closes
-empty reasoning. White space around the tags is dropped. Unclosed reasoning extends to the end.
+Reasoning comes at the very beginning of an answer, or the prompt has opened it already. An end tag
+at the very beginning means that the reasoning is empty. White space around the tags is dropped.
+Reasoning that is not closed extends to the end of the answer.
 """
 
 import re
@@ -14,7 +15,7 @@ MAX_SPACE = 1024  # white space held until text follows
 
 
 class ReasoningStream:
-    """Parses the reasoning of one choice."""
+    """Separates the reasoning in one choice's text from its answer."""
 
     def __init__(
         self,
@@ -25,10 +26,11 @@ class ReasoningStream:
         answers: Sequence[str] = (),
         several: bool = False,
     ) -> None:
-        """Parse reasoning between `begin` and `end`; with `open`, the prompt ends with `begin`.
+        """`begin`, `end`: the tags around reasoning. `open`: the prompt ends with `begin`.
 
-        `answers`: texts that begin the answer and so end open reasoning. `several`: more reasoning
-        may follow, and is joined by a line break.
+        `answers`: texts with which an answer begins, so that they also end open reasoning.
+        `several`: more reasoning between tags may follow; a line break joins it to the earlier
+        reasoning.
         """
         self._begin = begin
         self._end = end
@@ -69,7 +71,7 @@ class ReasoningStream:
         return parts
 
     def _detect_begin(self, ended: bool) -> None:
-        """Decide whether the answer begins with reasoning."""
+        """Decide, once there is enough text, whether the answer begins with reasoning."""
         start = self._pending.lstrip()
         much_space = len(self._pending) - len(start) > MAX_SPACE  # independent of the split
         if start.startswith(self._begin) and not much_space:
@@ -108,7 +110,8 @@ class ReasoningStream:
         return [ReasoningPart(text)] if text else []
 
     def _drop_repeated_begin(self, ended: bool) -> bool:
-        """Drop a repeated begin tag; return whether there is enough text to decide."""
+        """Drop a begin tag that the model repeats after the prompt's; return False if more text is
+        needed to decide."""
         start = self._pending.lstrip()
         if not ended and len(start) < len(self._begin) and self._begin.startswith(start):
             return False

@@ -1,6 +1,7 @@
-"""Converts argument values from JSON and Python notation to JSON values; pure.
+"""Converts values of tool call arguments between JSON text, Python notation and Python objects;
+pure.
 
-pydantic_core reads JSON and bounds the depth.
+pydantic_core parses the JSON and limits its depth.
 """
 
 import json
@@ -30,8 +31,8 @@ _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 
 
 def json_value(text: str) -> Any:
-    """Parse JSON; strings may contain bare control characters, since models write line breaks.
-    Raises Malformed if the text is not JSON or is nested too deeply."""
+    """Parse a JSON text. Strings may contain control characters such as line breaks, which models
+    often write unescaped. Raises Malformed if the text is not JSON or is nested too deeply."""
     try:
         return from_json(text, allow_inf_nan=False)
     except ValueError:
@@ -45,7 +46,7 @@ def json_value(text: str) -> Any:
 
 
 def depth_of(value: Any) -> int:
-    """Return the nesting depth of lists and objects in a value."""
+    """Return how deeply lists and objects are nested in a value; 0 for a value that is neither."""
     depth = 0
     layer = [value]
     while containers := [item for item in layer if isinstance(item, (dict, list))]:
@@ -60,7 +61,8 @@ def _without_controls(string: re.Match[str]) -> str:
 
 
 def json_text(value: Any) -> str:
-    """Serialize a value for the arguments of a call. Raises Malformed if it has no JSON form."""
+    """Serialize a value as JSON for the arguments of a call. Raises Malformed if it has no JSON
+    form."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
@@ -68,7 +70,8 @@ def json_text(value: Any) -> str:
 
 
 def word_value(text: str) -> str:
-    """Convert a number, or a name such as True or null, to JSON. Raises Malformed."""
+    """Convert a number in Python notation, or a name such as True or null, to JSON text. Raises
+    Malformed for any other text."""
     if number := _NUMBER.fullmatch(text):
         return json_text(_number(number))
     if text not in _WORDS:

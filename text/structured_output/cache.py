@@ -1,6 +1,7 @@
-"""An LRU cache of compiled grammars and compile errors, by the digest of the structure.
+"""An LRU cache of compiled grammars, and of the errors of structures that do not compile, by the
+digest of the structure.
 
-Invariant: the entries take at most `max_bytes`.
+Invariant: the cached results take at most `max_bytes`.
 """
 
 import math
@@ -25,7 +26,8 @@ class StructureCache:
         return entry[0]
 
     def put(self, key: bytes, result: str | TextError, until_s: float = math.inf) -> None:
-        """Add a result, which expires at `until_s`, and evict the oldest above `max_bytes`."""
+        """Store a grammar or an error under a digest until the time `until_s`; remove the least
+        recently used results while all together exceed `max_bytes`."""
         self._drop(key)
         self._entries[key] = result, until_s
         self._num_bytes += _size(result)
@@ -40,5 +42,5 @@ class StructureCache:
 
 
 def _size(result: str | TextError) -> int:
-    """Return the size in bytes; a text has up to four per character."""
+    """Return an upper bound of a result's size in bytes: a character may take four."""
     return ENTRY_BYTES + (4 * len(result) if isinstance(result, str) else len(str(result)))

@@ -1,6 +1,8 @@
-"""Compiles the structures of requests, so that workers get only grammars that compile.
+"""Compiles the structures of requests to grammars, and checks that these can be enforced, so that
+decode workers get only grammars that compile.
 
-Runs in a tokenizer worker, because grammars are untrusted and can take much time and memory.
+Runs in a tokenizer worker process, because a grammar is untrusted and may take much time and
+memory.
 """
 
 import json
@@ -35,10 +37,12 @@ MAX_PART_CHARS = 256
 
 
 class GrammarCompiler:
-    """Compiles structures to grammars for the tokens of one model."""
+    """Compiles structures (JSON schemas, regular expressions and others) to grammars for the tokens
+    of one model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises ValueError if llguidance does not support the vocabulary."""
+        """Prepare for the model of this tokenizer. Raises ValueError if llguidance does not support
+        its vocabulary."""
         model_info = tokenizer.model_info
         self._problem_of_part = lru_cache(MAX_PARTS)(self._problem)
         self._tokenizer = make_tokenizer(tokenizer.file, model_info.vocab_size, model_info.eos_ids)
@@ -58,7 +62,9 @@ class GrammarCompiler:
         )
 
     def compile(self, structure: Structure) -> str:
-        """Compile to Grammar.source of protos/common.proto. Raises TextError with the field."""
+        """Compile a structure to the text of Grammar.source (protos/common.proto). If that fails,
+        tries again without parts of schemas that need not be enforced. Raises TextError, which
+        names the request's field and the faulty part."""
         text = self._source(structure)
         problem = self._problem(text)
         if problem and (relaxed := self._relaxed(structure)) != structure:
@@ -69,7 +75,8 @@ class GrammarCompiler:
         return text
 
     def _source(self, structure: Structure) -> str:
-        """Return the grammar of a structure. Raises TextError that names the field."""
+        """Convert a structure to a grammar without compiling it. Raises TextError, which names the
+        request's field, if it is invalid or exceeds MAX_GRAMMAR_BYTES."""
         try:
             text = source(structure, self._tokens)
             size = len(text.encode())
@@ -83,7 +90,8 @@ class GrammarCompiler:
         return text
 
     def _relaxed(self, structure: Structure) -> Structure:
-        """Drop parts of schemas that cannot be compiled and need not be enforced."""
+        """Return the structure without those parts of its schemas that cannot be compiled and need
+        not be enforced."""
         value = structure.value
         if structure.kind == "json_schema":
             return replace(structure, value=self._relaxed_schema(value, structure.lenient))
@@ -103,13 +111,14 @@ class GrammarCompiler:
         return without_faults(schema, self._reason, lenient=lenient)
 
     def _reason(self, schema: Mapping[str, Any], lenient: bool = True) -> str:
-        """Return why a schema alone cannot be compiled; empty if it can."""
+        """Return the reason why a schema by itself cannot be compiled; "" if it can."""
         guided = {**schema, "x-guidance": {"lenient": lenient}}
         text = json.dumps({"grammars": [{"json_schema": guided}]})
         return self._problem_of_part(text) if len(text) <= MAX_PART_CHARS else self._problem(text)
 
     def _problem(self, text: str) -> str:
-        """Return why no answer can match a grammar; empty if one can."""
+        """Compile a grammar; return the reason why it does not compile or why no text can match it;
+        "" if all is well."""
         matcher = LLMatcher(
             self._tokenizer, text, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS)
         )
@@ -122,7 +131,8 @@ class GrammarCompiler:
         return ""
 
     def _error(self, structure: Structure, problem: str) -> TextError:
-        """Return the error with the path of the faulty part of the schema."""
+        """Build the error for a structure that does not compile, with the path of the faulty part
+        of the schema."""
         param, path, schema = structure.param, structure.path or structure.param, None
         lenient, is_hidden = structure.lenient, False
         if structure.kind == "json_schema":
@@ -146,7 +156,7 @@ class GrammarCompiler:
 
 
 def _plain(message: str) -> str:
-    """Return an error of llguidance without the grammar that it quotes in further lines."""
+    """Shorten an error text of llguidance to its reason, without the grammar that it quotes."""
     if message.startswith("NoExtension"):
         return "no text matches it"
     if match := _REGEX.search(message):

@@ -1,4 +1,5 @@
-"""Rewrites JSON schemas to the keywords that llguidance compiles, and locates keywords. Pure."""
+"""Rewrites JSON schemas to the keywords that llguidance can compile, and finds the part of a schema
+that it cannot compile. Pure."""
 
 import json
 import re
@@ -77,8 +78,8 @@ ReasonOf = Callable[[Mapping[str, Any]], str]  # why a schema cannot be compiled
 
 
 def guided(schema: Any, *, lenient: bool, whitespace: bool) -> dict[str, Any]:
-    """Return the schema with the server's llguidance options; a client's options are dropped.
-    Raises TextError if the schema is neither an object nor true."""
+    """Return the schema with the llguidance options of the server; options from the client are
+    removed. Raises TextError if the schema is neither an object nor true."""
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
@@ -92,10 +93,12 @@ def guided(schema: Any, *, lenient: bool, whitespace: bool) -> dict[str, Any]:
 
 
 def enforceable(schema: Any, max_keywords: int) -> Any:
-    """Return an equivalent copy in the keywords that llguidance has, as far as possible.
+    """Return a copy of a schema that means the same and, as far as possible, uses only keywords
+    that llguidance can compile.
 
-    The copy lacks keywords that constrain nothing, has false for an inner `not: {}`, and anyOf for
-    a oneOf of disjoint alternatives. A schema of more than `max_keywords` is returned unchanged.
+    The copy lacks keywords that constrain nothing. An inner `not: {}` becomes false; a oneOf whose
+    alternatives exclude each other becomes anyOf. A schema with more than `max_keywords` keywords
+    is returned unchanged.
     """
     (copy,) = without_annotations([schema], max_keywords)
     if copy is schema or not isinstance(copy, dict):
@@ -109,8 +112,9 @@ def enforceable(schema: Any, max_keywords: int) -> Any:
 
 
 def _name_properties(schema: dict[str, Any], names: Any) -> None:
-    """Drop `propertyNames` if `names`, its schema, allows all; write a short list of names as
-    properties, if the schema has none."""
+    """Remove the keyword `propertyNames` where that is possible: if its schema `names` allows every
+    name, or, in a schema without `properties`, by listing the few names that it allows as
+    properties."""
     if _is_any_text(names):
         del schema["propertyNames"]
         return
@@ -128,8 +132,9 @@ def _name_properties(schema: dict[str, Any], names: Any) -> None:
 
 
 def without_annotations(schemas: Sequence[Any], max_keywords: int) -> list[Any]:
-    """Return copies without keywords that constrain nothing, often most of a schema's text. Schemas
-    of more than `max_keywords` keywords in total are returned unchanged."""
+    """Return copies of schemas without the keywords that constrain nothing, such as descriptions,
+    which are often most of a schema's text. If the schemas have more than `max_keywords` keywords
+    together, returns them unchanged."""
     pending: list[tuple[Mapping[str, Any], dict[str, Any]]] = []
 
     def start_copy(schema: Any) -> Any:
@@ -163,7 +168,8 @@ def without_annotations(schemas: Sequence[Any], max_keywords: int) -> list[Any]:
 
 
 def _effective_keywords(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of one schema that constrain something."""
+    """Return the keywords of one schema that constrain values, in the form that llguidance reads;
+    inner schemas are not changed."""
     keywords = {
         key: value
         for key, value in schema.items()
@@ -225,12 +231,12 @@ def _has_no_effect(key: str, schema: Mapping[str, Any]) -> bool:
 
 
 def _is_any(schema: Any) -> bool:
-    """Return whether every value obviously matches a schema."""
+    """Return whether a schema clearly allows every value: it is true or has only annotations."""
     return schema is True or (isinstance(schema, Mapping) and _ANNOTATIONS.issuperset(schema))
 
 
 def _is_any_text(schema: Any) -> bool:
-    """Return whether every string obviously matches a schema."""
+    """Return whether a schema clearly allows every string."""
     if not isinstance(schema, Mapping):
         return False
     types = schema.get("type", "string")
@@ -244,8 +250,9 @@ def _is_any_text(schema: Any) -> bool:
 
 
 def _are_disjoint(options: Any, root: Mapping[str, Any]) -> bool:
-    """Return whether no value matches two of the schemas. This holds if they have different types,
-    or if each requires a different constant of the same property, as in a discriminated union."""
+    """Return whether the schemas exclude each other, so that no value matches two of them: they
+    have different types, or each requires a different constant for the same property, as in a
+    discriminated union. References are resolved in `root`."""
     if not isinstance(options, list) or not options:
         return False
     options = [_resolved(option, root) for option in options]
@@ -259,7 +266,7 @@ def _are_disjoint(options: Any, root: Mapping[str, Any]) -> bool:
 
 
 def _types(schema: Any) -> set[str]:
-    """Return the types that a schema names; empty if it allows any."""
+    """Return the types that a schema names, with "integer" as "number"; empty if it names none."""
     declared = schema.get("type") if isinstance(schema, Mapping) else None
     names = [declared] if isinstance(declared, str) else declared
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -268,7 +275,7 @@ def _types(schema: Any) -> set[str]:
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Follow the references of a schema, at most MAX_REFS."""
+    """Replace a schema that is a reference by its target, through at most MAX_REFS references."""
     for _ in range(MAX_REFS):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             break
@@ -287,7 +294,8 @@ def _have_distinct_constants(options: Sequence[Any], root: Mapping[str, Any]) ->
 
 
 def _constants(schema: Any, root: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Return the allowed constants of each required property, by name."""
+    """Return the allowed constants (const or enum, as JSON) of each required property, by its
+    name."""
     schema = _resolved(schema, root)
     if not isinstance(schema, Mapping) or schema.get("type") != "object":
         return {}
@@ -307,7 +315,8 @@ def _constants(schema: Any, root: Mapping[str, Any]) -> dict[str, set[str]]:
 
 
 def _target(reference: Any, root: Mapping[str, Any]) -> Any:
-    """Return the target of a reference within the schema; None if it does not exist."""
+    """Return the part of the schema `root` at which a reference points; None if it does not
+    exist."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     target: Any = root
@@ -322,8 +331,9 @@ def _target(reference: Any, root: Mapping[str, Any]) -> Any:
 
 
 def without_faults(schema: Any, reason_of: ReasonOf, *, lenient: bool) -> Any:
-    """Return a copy without valid parts that cannot be compiled; the rest is still enforced. If the
-    schema is not lenient, only annotations are dropped."""
+    """Return a copy of a schema without its valid parts that llguidance cannot compile; the rest is
+    still enforced. If not `lenient`, only unknown dialects and formats are removed. `reason_of`
+    tells why a schema cannot be compiled."""
     if not isinstance(schema, Mapping):
         return schema
     copy: dict[str, Any] = json.loads(json.dumps(schema))
@@ -337,7 +347,8 @@ def without_faults(schema: Any, reason_of: ReasonOf, *, lenient: bool) -> Any:
 def _drop_keywords(
     root: Mapping[str, Any], inners: Sequence[dict[str, Any]], reason_of: ReasonOf
 ) -> None:
-    """Drop keywords that cannot be compiled from the schemas within `root`."""
+    """Remove keywords that cannot be compiled from the schemas `inners`, which are all schemas
+    within `root`."""
     for inner in inners:
         _drop_malformed(inner)
     documents = {_document(root, inner.get("$id")) for inner in inners} - {""}
@@ -372,8 +383,8 @@ def _drop_keywords(
 
 
 def _drop_malformed(schema: dict[str, Any]) -> None:
-    """Drop keywords whose value is no schema, list of schemas or object of schemas as it should be,
-    e.g. PHP's `properties: []`."""
+    """Remove keywords of a schema whose value should be a schema, a list or an object of schemas
+    and is not, e.g. `properties: []`, as PHP writes it."""
     for key in schema.keys() & {*_SCHEMA_KEYWORDS, *_LIST_KEYWORDS, *_MAP_KEYWORDS}:
         value = schema[key]
         if key in _MAP_KEYWORDS and isinstance(value, Mapping):
@@ -389,7 +400,8 @@ def _is_schema(value: Any) -> bool:
 
 
 def _rename_types(schema: dict[str, Any]) -> None:
-    """Rename types of other languages to JSON Schema's; drop `type` if one means any value."""
+    """Replace type names of other languages, such as "str", by those of JSON Schema; remove `type`
+    if one of its names means any value."""
     is_list = isinstance(schema["type"], list)
     names = [_type_name(name) for name in (schema["type"] if is_list else [schema["type"]])]
     if None in names:
@@ -399,7 +411,8 @@ def _rename_types(schema: dict[str, Any]) -> None:
 
 
 def _type_name(name: Any) -> Any:
-    """Return JSON Schema's name of a type, None for any value, or an unknown name unchanged."""
+    """Return the JSON Schema name of a type; None if it means any value, an unknown name
+    unchanged."""
     lower = name.lower() if isinstance(name, str) else name
     if not isinstance(lower, str):
         return name
@@ -407,8 +420,8 @@ def _type_name(name: Any) -> Any:
 
 
 def _dangling(root: Any) -> list[tuple[str, Any]]:
-    """Return the subschemas, with their paths, whose reference into their own document has no
-    target. A subschema with `$id` is a separate document."""
+    """Return (path, schema) of each schema within `root` whose reference into its document points
+    at nothing. A schema with `$id` is a separate document."""
     documents = {"": root}
     dangling = []
     for path, inner in _subschemas(root):
@@ -430,7 +443,8 @@ def _is_within(path: str, outer: str) -> bool:
 
 
 def _document(root: Mapping[str, Any], reference: Any) -> str:
-    """Return the address of the document of a reference; empty if it names none."""
+    """Return the address of the document to which a reference points, relative to the `$id` of
+    `root`; "" if it names none."""
     base = root.get("$id")
     try:
         address = urljoin(base, reference) if isinstance(base, str) else reference
@@ -442,7 +456,8 @@ def _document(root: Mapping[str, Any], reference: Any) -> str:
 def _drop_annotations(
     root: Mapping[str, Any], inners: Sequence[dict[str, Any]], reason_of: ReasonOf
 ) -> None:
-    """Drop unknown dialects, and formats that no text matches together with the other keywords."""
+    """Remove unknown dialects (`$schema`), and formats that no text can match together with the
+    schema's other keywords."""
     for inner in inners:
         if "$schema" in inner and reason_of({"$schema": inner["$schema"]}):
             del inner["$schema"]
@@ -461,8 +476,8 @@ def _drop_annotations(
 def _drop_patterns(
     schema: dict[str, Any], patterns: Mapping[str, Any], reason_of: ReasonOf
 ) -> None:
-    """Drop name patterns that cannot be compiled, or all if they overlap. Properties that match a
-    dropped pattern may have any value."""
+    """Remove `patternProperties` whose pattern cannot be compiled, or all of them if they overlap.
+    Properties whose pattern is removed may then have any value."""
     remaining = {
         name: item for name, item in patterns.items() if not reason_of(_with_patterns([name]))
     }
@@ -479,8 +494,8 @@ def _with_patterns(names: Iterable[str]) -> dict[str, Any]:
 
 
 def fault(schema: Any, reason_of: ReasonOf) -> tuple[str, str]:
-    """Return the path of the innermost part of a schema that cannot be compiled, and the reason.
-    Both are empty if no part is at fault."""
+    """Return the path of the innermost part of a schema that cannot be compiled, and the reason;
+    both are "" if the schema can be compiled. `reason_of` tells why a schema cannot be compiled."""
     for path, _ in _dangling(schema):
         return f"{path}.$ref", "the target of the reference does not exist"
     root = schema
@@ -504,8 +519,8 @@ def fault(schema: Any, reason_of: ReasonOf) -> tuple[str, str]:
 
 
 def _keyword_at_fault(schema: Mapping[str, Any], reason: str, reason_of: ReasonOf) -> str:
-    """Return the path within a schema of the keyword without which it compiles; empty if it takes
-    more than one."""
+    """Return the path, within a schema that does not compile, of the one keyword without which it
+    compiles; "" if there is no such keyword."""
     patterns = schema.get("patternProperties")
     for name in patterns if isinstance(patterns, Mapping) else ():
         if reason_of(_with_patterns([name])):
@@ -524,7 +539,8 @@ def _definitions(root: Any) -> dict[str, Any]:
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the direct subschemas, definitions first, with their paths from the schema."""
+    """Yield (path, schema) of the schemas directly within a schema, definitions first; paths are
+    relative to the schema."""
     for key in sorted(schema, key=lambda key: key not in ("$defs", "definitions")):
         value, base_path = schema[key], f".{key}"
         if key in _MAP_KEYWORDS and isinstance(value, Mapping):
@@ -538,7 +554,7 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all subschemas that are objects, with their paths."""
+    """Yield (path, schema) of a schema and of all schemas within it that are objects."""
     pending = [("", schema)]
     while pending:
         path, schema = pending.pop()
@@ -549,5 +565,5 @@ def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _step(name: str) -> str:
-    """Return a name as a step of a path."""
+    """Write a property name as one step of a path: `.name`, or `["name"]` for unusual names."""
     return f".{name}" if _PLAIN_NAME.fullmatch(name) else f"[{json.dumps(name)}]"

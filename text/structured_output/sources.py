@@ -1,6 +1,6 @@
-"""Converts a structure to an llguidance grammar: a JSON list of Lark grammars and JSON schemas.
+"""Converts a structure to a grammar for llguidance: a JSON list of Lark grammars and JSON schemas.
 
-Pure. The result may not compile (compiler.py checks it).
+Pure. A grammar may still fail to compile; compiler.py checks it.
 """
 
 import json
@@ -27,10 +27,13 @@ MAX_LAST = 16  # characters of text after such tags; most tokens have fewer
 
 @dataclass(frozen=True, slots=True)
 class ModelTokens:
-    """The tokens of a model that match no text in a grammar: special and some other added tokens.
+    """The tokens of a model that no text in a grammar matches: special tokens and some other added
+    tokens.
 
-    `split`: splits a text at all of them. `plain`: splits at those not flagged special, which a
-    client may write. `free`: those allowed in free text.
+    split: splits a text at all of these tokens.
+    plain: splits a text only at those that tokenizer.json does not flag as special; a client may
+        write them.
+    free: ids of those that are allowed in free text.
     """
 
     split: Split
@@ -39,7 +42,8 @@ class ModelTokens:
 
 
 def source(structure: Structure, tokens: ModelTokens) -> str:
-    """Return the grammar of a structure. Raises TextError if the structure is invalid."""
+    """Return the grammar of a structure as JSON text. Raises TextError if the structure is
+    invalid."""
     grammars = _grammars(structure, tokens)
     options = '%llguidance {"no_forcing": true}\n' if _has_tokens(structure, tokens.split) else ""
     if structure.lead or options:
@@ -50,10 +54,11 @@ def source(structure: Structure, tokens: ModelTokens) -> str:
 
 
 def _has_tokens(structure: Structure, split: Split) -> bool:
-    """Return whether client text in the structure may contain a token that matches no text.
+    """Return whether text from the client in the structure may contain a token that no text
+    matches.
 
-    If so, the option `no_forcing` is needed: otherwise, where a grammar allows only one text,
-    llguidance forces its usual tokens, including such a token.
+    If so, the grammar needs the option `no_forcing`: without it, where only one continuation is
+    possible, llguidance would force the usual tokens of that text, including this token.
     """
     value = structure.value
     if structure.kind in ("regex", "lark", "grammar"):
@@ -67,18 +72,20 @@ def _has_tokens(structure: Structure, split: Split) -> bool:
 
 
 def tag_source(tag: Mapping[str, Any], structure: Structure) -> str:
-    """Return the grammar of the schema of one tag alone."""
+    """Return the grammar of a single tag's schema as JSON text, to check it by itself."""
     return _joined([_json(tag["schema"], structure, is_lenient(tag, structure))])
 
 
 def is_lenient(tag: Mapping[str, Any], structure: Structure) -> bool:
-    """Return whether the schema of one tag is lenient; defaults to the structure's setting."""
+    """Return whether parts of a tag's schema that cannot be compiled may be ignored; if the tag
+    does not say so, the setting of the structure applies."""
     tag_setting = tag.get("lenient")
     return structure.lenient if tag_setting is None else bool(tag_setting)
 
 
 def other_form(structure: Structure) -> Structure | None:
-    """Return the structure that a text may match instead of the tags; None: tags are required."""
+    """Return the structure that an answer may match instead of the tags; None if the structure is
+    not of tags or has no such alternative."""
     other = structure.value.get("or") if structure.kind == "structural_tag" else None
     return None if other is None else Structure(**other)
 
@@ -117,7 +124,7 @@ def _json(schema: Any, structure: Structure, lenient: bool) -> dict[str, Any]:
 
 
 def _as_lark(regex: str) -> str:
-    """Escape a regular expression for use between slashes in Lark."""
+    """Escape a regular expression so that it can be written between slashes in Lark."""
 
     def escape(match: re.Match[str]) -> str:
         if match[0].endswith("\n"):
@@ -128,8 +135,8 @@ def _as_lark(regex: str) -> str:
 
 
 def _as_lark_grammar(text: str) -> str:
-    """Return a Lark grammar unchanged and a GBNF grammar as Lark. Raises TextError if the GBNF is
-    invalid."""
+    """Convert a GBNF grammar to Lark; return a Lark grammar unchanged. Raises TextError if the GBNF
+    is invalid."""
     if not _GBNF.search(text):
         return text
     try:
@@ -141,8 +148,8 @@ def _as_lark_grammar(text: str) -> str:
 
 
 def _plain_escape(match: re.Match[str]) -> str:
-    r"""Rewrite a GBNF escape for the converter, which drops zeros of \u0041 and does not know
-    \-."""
+    r"""Rewrite one escape of a GBNF grammar for the converter to Lark, which drops the zeros of
+    \u0041 and does not know \-."""
     escape = match[1]
     if escape == "-":
         return r"\x2d"
@@ -155,12 +162,14 @@ def _plain_escape(match: re.Match[str]) -> str:
 
 
 def _tagged(structure: Structure, tokens: ModelTokens) -> list[dict[str, Any]]:
-    """Return the grammars of tags, within free text unless tags are required."""
+    """Return the grammars for a structure of tags: the tags with white space between them if they
+    are required, otherwise free text in which tags may occur. Raises TextError if a tag begins with
+    no trigger."""
     value = structure.value
     tags, triggers = value["structures"], value["triggers"]
     for tag in tags:
         if not any(tag["begin"].startswith(trigger) for trigger in triggers):
-            raise TextError(f"the tag {tag['begin'][:80]!r} must begin with one of the triggers")
+            raise TextError(f"the tag {tag['begin'][:80]!r} begins with none of the triggers")
     required = value.get("required")
     lines = _only_tags(value, tokens.split) if required else _tags_in_text(value, tokens)
     schemas = [
@@ -176,11 +185,11 @@ def _tagged(structure: Structure, tokens: ModelTokens) -> list[dict[str, Any]]:
 
 
 def _only_tags(value: Mapping[str, Any], split: Split) -> list[str]:
-    """Return the rules of tags with only white space between them.
+    """Return the Lark rules of an answer that consists of tags, with only white space between them.
 
-    Instead of another tag, a model may write a few characters, which end the answer: otherwise
-    small models repeat tags until they run out of tokens. A tag without an end rules this out,
-    because the text would become part of the tag.
+    After a tag the model may also write a few other characters, which end the answer; without that
+    choice, small models repeat tags until they run out of tokens. It is not possible if a tag has
+    no end, because the characters would become part of the tag.
     """
     tags = value["structures"]
     lines = [
@@ -201,7 +210,8 @@ def _only_tags(value: Mapping[str, Any], split: Split) -> list[str]:
 
 
 def _tags_in_text(value: Mapping[str, Any], tokens: ModelTokens) -> list[str]:
-    """Return the rules of free text in which each trigger starts one of its tags."""
+    """Return the Lark rules of free text in which each trigger must be followed by the rest of one
+    of its tags."""
     split = tokens.split
     tags, triggers = value["structures"], value["triggers"]
     split_triggers = [split(trigger) for trigger in triggers]
@@ -243,13 +253,13 @@ def _tags_in_text(value: Mapping[str, Any], tokens: ModelTokens) -> list[str]:
 
 
 def _ended(number: int, tag: Mapping[str, Any], split: Split) -> str:
-    """Return the Lark of a tag after its beginning."""
+    """Return the Lark text for the rest of a tag after its beginning: its schema and its end."""
     return f"@schema_{number} {_words(split(tag['end']))}"
 
 
 def _beginnings(triggers: Iterable[Sequence[str | int]]) -> dict[int, list[str]]:
-    """Return the texts that complete a trigger after its first special token, by that token. Omits
-    tokens that are a trigger alone."""
+    """Return, for each special token that begins a trigger, the texts that follow it in triggers.
+    Omits tokens that are a whole trigger."""
     rests: dict[int, list[str]] = {}
     bare = {trigger[0] for trigger in triggers if len(trigger) == 1}
     for first, *rest in triggers:
@@ -259,13 +269,14 @@ def _beginnings(triggers: Iterable[Sequence[str | int]]) -> dict[int, list[str]]
 
 
 def _literal(text: str) -> str:
-    """Return a regular expression that matches a text literally."""
+    """Return a regular expression that matches exactly `text`."""
     return _as_lark("".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text))
 
 
 def _triggered(number: int, trigger: Sequence[str | int], lines: list[str]) -> str:
-    """Return the Lark of free text up to the end of a trigger; adds its rule to `lines`. With a
-    special token in the trigger, only the part from that token on is matched."""
+    """Return the Lark text for free text that ends with a trigger, and add the rule that it needs
+    to `lines`. If the trigger contains a special token, only its part from that token on is
+    matched."""
     index = next((n for n, part in enumerate(trigger) if isinstance(part, int)), None)
     if index is not None:
         return f"TEXT {_words(trigger[index:])}"
@@ -274,5 +285,5 @@ def _triggered(number: int, trigger: Sequence[str | int], lines: list[str]) -> s
 
 
 def _words(parts: Sequence[str | int]) -> str:
-    """Return the concatenation of texts and special tokens in Lark."""
+    """Return the Lark text for a sequence of texts and special token ids."""
     return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in parts)

@@ -1,4 +1,4 @@
-"""Chat templates."""
+"""Chat templates: they turn a conversation of messages into the text of a model's prompt."""
 
 from pdserve.text.templates.capabilities import Capabilities
 from pdserve.text.templates.chat_template import ChatTemplate

@@ -1,4 +1,5 @@
-"""Equivalent conversations to try when a chat template fails on the first one; pure."""
+"""Rewrites a conversation on which a chat template fails to equivalent ones that the template may
+accept; pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
@@ -22,8 +23,8 @@ class Conversation(NamedTuple):
 
 
 def alternatives(first: Conversation) -> list[list[Conversation]]:
-    """Return equivalent conversations to try if a template fails on the first one. They are grouped
-    by number of changes, fewest first; at most 23 in total."""
+    """Return rewritten forms of a conversation that say the same, to try if a template fails on
+    `first`. They are grouped by the number of changes to it, fewest first; at most 23 in total."""
     groups: list[list[Conversation]] = []
     conversations = [first]
     changes = [change for change in _CHANGES if change(first) != first]
@@ -46,15 +47,17 @@ def alternatives(first: Conversation) -> list[list[Conversation]]:
 
 
 def _system_first(conversation: Conversation) -> Conversation:
-    """Join the leading system turns into one, and make later ones user turns."""
+    """Rewrite for templates that allow only one system turn, at the beginning: join the leading
+    system turns into one, and make later ones user turns."""
     return conversation._replace(
         messages=with_known_systems(conversation.messages, ("first",), developer=True)
     )
 
 
 def _systems_joined(conversation: Conversation) -> Conversation:
-    """Change as `_system_first`, for templates whose roles alternate: join a later system
-    turn with the adjacent user turn or the preceding result of a tool."""
+    """Rewrite like `_system_first`, for templates in which roles must alternate: a later system
+    turn is joined with the adjacent user turn or the tool result before it, instead of becoming a
+    turn."""
     num_leading = num_leading_systems(conversation.messages)
     turns = [joined(conversation.messages[:num_leading])] if num_leading else []
     after_system = False
@@ -73,11 +76,12 @@ def _systems_joined(conversation: Conversation) -> Conversation:
 
 
 def _alternating(conversation: Conversation) -> Conversation:
-    """Change as `_systems_joined`, for templates with strictly alternating roles.
+    """Rewrite like `_systems_joined`, for templates that require strictly alternating roles.
 
-    Such templates refuse adjacent turns of one role, user turns next to results, empty answers, an
-    answer before the first question, or system turns alone. A user turn after a result of a tool
-    becomes part of the result, because these templates refuse any turn between.
+    Such templates refuse two adjacent turns of one role, a user turn next to a tool result, an
+    empty assistant turn, an assistant turn before the first user turn, and a conversation of system
+    turns only. A user turn after a tool result is joined to the result, because these templates
+    refuse any turn between the result and the next answer.
     """
     *earlier, last = _systems_joined(conversation).messages
     if last["role"] in SYSTEM_ROLES:
@@ -99,8 +103,9 @@ def _alternating(conversation: Conversation) -> Conversation:
 
 
 def _group(groups: list[list[Message]], messages: Sequence[Message]) -> None:
-    """Add each message to the last group if alternating roles require it, else as a new group. Adds
-    an empty question before an answer that would come first."""
+    """Append messages to groups, each of which becomes one turn: a message joins the last group if
+    alternating roles require it, else it starts a new group. An empty user turn is added before an
+    assistant turn that would come first."""
     for message in messages:
         role, previous = message["role"], groups[-1][0] if groups else {"role": "system"}
         joinable_roles = {"user": ("user", "tool"), "assistant": ("assistant",)}.get(role, ())
@@ -113,7 +118,8 @@ def _group(groups: list[list[Message]], messages: Sequence[Message]) -> None:
 
 
 def _one_thought(conversation: Conversation) -> Conversation:
-    """Move the content beside calls into the reasoning, if there is reasoning."""
+    """Move the text of an assistant message with tool calls and reasoning into its reasoning, for
+    templates that refuse such a message with a text."""
     messages = []
     for message in conversation.messages:
         text = text_of(message)
@@ -125,15 +131,17 @@ def _one_thought(conversation: Conversation) -> Conversation:
 
 
 def _complete_tools(conversation: Conversation) -> Conversation:
-    """Add all optional fields to the schemas of the tools."""
+    """Rewrite the tools' schemas so that every field that is optional in JSON Schema is present,
+    for templates that read it without checking."""
     if conversation.tools is None:
         return conversation
     return conversation._replace(tools=[_complete_tool(tool) for tool in conversation.tools])
 
 
 def _dicts_of_any(conversation: Conversation) -> Conversation:
-    """Change as `_complete_tools`, and set additionalProperties of all objects, for templates that
-    always read that keyword. Its type is null, for which such templates write "Any"."""
+    """Rewrite like `_complete_tools`, and give every object schema `additionalProperties`, for
+    templates that always read that keyword. Its type is null, which such templates write as
+    "Any"."""
     if conversation.tools is None:
         return conversation
     tools = []
@@ -168,12 +176,14 @@ def _complete_tool(tool: Message) -> dict[str, Any]:
 
 
 def _complete_schema(schema: Message) -> dict[str, Any]:
-    """Return an object schema with all fields."""
+    """Return a tool's parameter schema with `type`, `required`, `properties` and complete
+    properties."""
     return {"type": "object", "required": [], "properties": {}, **_complete_value(schema)}
 
 
 def _complete_value(schema: Message) -> dict[str, Any]:
-    """Return a schema without nulls and with single types and items."""
+    """Return a copy of a schema without null keywords, with one type instead of a list of types,
+    and with one schema for all list items."""
     result = {
         key: value for key, value in schema.items() if value is not None or key in _MAY_BE_NULL
     }

@@ -1,7 +1,8 @@
-"""Probes what a chat template can render, by rendering small conversations with it.
+"""Finds out which kinds of messages a chat template can render, by rendering small test
+conversations with it.
 
-A template may silently drop a message that it does not know, or write None for missing content.
-Each rendered text is therefore searched for the words of the conversation.
+A template may silently drop a message of an unknown kind, or write None for missing content. Each
+rendered text is therefore searched for the words of the test conversation.
 """
 
 import json
@@ -23,12 +24,14 @@ ALWAYS = ("reasoning_content", "thinking")  # names by which transformers passes
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a template can render; the defaults apply to a template that was not probed.
+    """The kinds of messages that a chat template can render. The defaults apply to a template that
+    was not probed.
 
-    systems: where system turns may be: "first", "several" at the beginning, "middle", "last", after
-        the "result" of a tool, or "alone" if no system turn is first.
-    efforts: reasoning efforts that the template accepts.
-    thinking_form: how reasoning must be in the content; empty if it is shown otherwise or not.
+    systems: places where system turns are shown: "first", "several" at the beginning, "middle",
+        "last", after the "result" of a tool, or "alone": later, if no system turn is first.
+    efforts: values of `reasoning_effort` that the template accepts.
+    thinking_form: form of reasoning inside the content of a turn; empty if the template shows
+        reasoning in a separate field or not at all.
     list_roles, text_roles: roles whose content may be a list of parts, or a text.
     """
 
@@ -52,7 +55,7 @@ class Capabilities:
 
     @classmethod
     def decoded(cls, text: bytes) -> "Capabilities":
-        """Decode capabilities from a JSON object."""
+        """Decode the capabilities from the JSON object in which a tokenizer worker sends them."""
         values: dict[str, Any] = json.loads(text)
         for name, value in values.items():
             if isinstance(value, list):
@@ -60,7 +63,8 @@ class Capabilities:
         return cls(**values)
 
     def nearest_effort(self, effort: str) -> str | None:
-        """Return the nearest accepted effort, or None; the effort is only a hint."""
+        """Return the accepted reasoning effort that is nearest to a requested one; None if the
+        template accepts none, and then the request's effort, which is only a hint, is ignored."""
         if effort in self.efforts:
             return effort
         candidates = [name for name in self.efforts if name != "none"] if effort != "none" else []
@@ -103,7 +107,7 @@ _CONTENT: dict[NoContent, dict[str, Any]] = {
 
 
 class ContentForm(NamedTuple):
-    """Which forms the content of a role may have: a text, a list of several parts."""
+    """Whether a role's content is shown as a text, and whether as a list of several parts."""
 
     text: bool
     parts: bool
@@ -113,8 +117,9 @@ def probe_template(
     render_with: Callable[[Sequence[Message], Tools], str | None],
     render_with_effort: Callable[[Sequence[Message], Tools, str], str | None],
 ) -> Capabilities:
-    """Return the capabilities of the template behind two functions, which render messages and
-    tools, and also an effort. They return None if the template fails."""
+    """Render test conversations and return the template's capabilities. `render_with` renders
+    messages with tools, `render_with_effort` also with a reasoning effort; both return None if the
+    template fails."""
 
     def rendering(tools: Tools) -> Render:
         def render(messages: Sequence[Message]) -> str | None:
@@ -187,12 +192,14 @@ def _call(arguments: Any, content: NoContent) -> dict[str, Any]:
 
 
 def _parts(*texts: str) -> list[dict[str, str]]:
-    """Return the texts as parts; an extra field reveals a template that dumps parts as data."""
+    """Return texts as a list of content parts. Each has a field that a template should ignore; if
+    its name is rendered, the template just dumps the parts as data."""
     return [{"type": "text", "text": text, FIELD: FIELD} for text in texts]
 
 
 def _call_texts(render: Render, arguments: Any) -> dict[NoContent, str]:
-    """Return rendered texts with a call of these arguments, by the content beside the call."""
+    """Render a conversation with a tool call, with each form of content that a turn with calls may
+    have; return the rendered texts by form, without those that fail."""
     texts: dict[NoContent, str] = {}
     for content in _CONTENT:
         call = _call(arguments, content)
@@ -213,7 +220,8 @@ def _shows_call(text: str) -> bool:
 
 
 def _no_content(texts: Mapping[NoContent, str]) -> NoContent:
-    """Return the content that shows the call, if any does, and writes "none" least often."""
+    """Return the form of content (null, absent, empty) for turns that only call tools: one with
+    which the template shows the call, and writes "none" least often."""
     if not texts:
         return "empty"
     return min(
@@ -229,8 +237,8 @@ def _result_role(render: Render, call: Message) -> str:
 
 
 def _content_forms(render: Render) -> dict[str, ContentForm]:
-    """Return whether the template shows the content of user, system and assistant turns as a text
-    or as a list of parts. Tool results are probed later, since they need a preceding call."""
+    """Find out for user, system and assistant turns whether the template shows their content as a
+    text or as a list of parts. Tool results are probed later, since they must follow a call."""
     forms: dict[str, ContentForm] = {}
     turns: dict[str, tuple[list[Message], list[Message]]] = {
         "user": ([], []),
@@ -264,7 +272,8 @@ def _shown(
     turn: Message,
     following: Sequence[Message] = (),
 ) -> tuple[bool, bool]:
-    """Return whether a turn's content is shown as a text, and as a list."""
+    """Return whether the template shows the content of a turn if it is a text, and if it is a list
+    of parts."""
     plain, listed = (
         render([*preceding, {**turn, "content": content}, *following]) or ""
         for content in (RULE, _parts(RULE))
@@ -273,7 +282,7 @@ def _shown(
 
 
 def _in_lists(render: Render, roles: Collection[str]) -> Render:
-    """Return a variant of `render` that converts the contents of these roles to lists."""
+    """Wrap a render function so that the contents of these roles are passed as lists of parts."""
 
     def render_in_lists(messages: Sequence[Message]) -> str | None:
         return render([_in_list(m) if m["role"] in roles else m for m in messages])
@@ -289,8 +298,8 @@ def _in_list(message: Message) -> Message:
 
 
 def _shows_several(render: Render, call: Message, result: Message) -> bool:
-    """Return whether the template shows several calls of one turn and their results. Also true if
-    it does not show them with one call per turn either."""
+    """Return whether the template shows several calls of one turn and their results. Also True if
+    it does not show them one per turn either, since splitting the turn then does not help."""
     first, second = (_copied(call, number) for number in "12")
     both = {**first, "tool_calls": [*first["tool_calls"], *second["tool_calls"]]}
     results = [_copied(result, number) for number in "12"]
@@ -305,8 +314,8 @@ def _shows_all(text: str | None, words: Collection[str]) -> bool:
 
 
 def _shows_calls_beside_text(render: Render, call: Message, result: Message) -> bool:
-    """Return whether the template shows a call beside a text. Also true if it does not show them in
-    two turns either."""
+    """Return whether the template shows a call in a turn that also has text. Also True if it does
+    not show them in two turns either, since splitting the turn then does not help."""
     text_turn, following = {"role": "assistant", "content": RULE}, [result, _ANSWER, _USER]
     together = render([_USER, {**call, **text_turn}, *following])
     apart = render([_USER, text_turn, call, *following])
@@ -314,8 +323,8 @@ def _shows_calls_beside_text(render: Render, call: Message, result: Message) -> 
 
 
 def _needs_names(render: Render, call: Message, result: Message) -> bool:
-    """Return whether the template fails on a result without the name of the called function, or
-    writes nothing in its place."""
+    """Return whether a tool result needs the name of the called function: without it the template
+    fails, or leaves out just the name."""
     unnamed = {key: value for key, value in result.items() if key != "name"}
     text, text_without_name = (
         render([_USER, call, result]),
@@ -329,7 +338,8 @@ def _needs_names(render: Render, call: Message, result: Message) -> bool:
 
 
 def _copied(message: Message, number: str) -> Any:
-    """Return a message with a number appended to its words of calls and results."""
+    """Return a copy of a test message with a number appended to its words, so that its text differs
+    from that of the other copies."""
     text = json.dumps(message)
     for word in (VALUE, RESULT):
         text = text.replace(word, word + number)
@@ -337,8 +347,9 @@ def _copied(message: Message, number: str) -> Any:
 
 
 def thinking_content(form: ThinkingForm, thought: str | None, content: Any) -> Any:
-    """Return a content with the reasoning, if any, as its first part. `content`: a text, text parts
-    or None. An empty text is a part only without reasoning."""
+    """Return the content of an assistant turn (a text, text parts or None) as parts, with the
+    reasoning as the first part if there is any. An empty text becomes a part only if there is no
+    reasoning."""
     thinking_type, field, text_type = _THINKING[form]
     texts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
     parts = [{"type": thinking_type, field: thought}] if thought else []
@@ -347,7 +358,8 @@ def thinking_content(form: ThinkingForm, thought: str | None, content: Any) -> A
 
 
 def _thinking_form(render: Render) -> ThinkingForm:
-    """Return the form of reasoning in the content that the template shows; empty if none."""
+    """Return the form of reasoning inside the content ("parts" or "blocks") that the template
+    shows; "" if it shows neither."""
     for form in _THINKING:
         content = thinking_content(form, THOUGHT, ANSWER)
         for part in content["blocks"] if form == "blocks" else content:
@@ -359,7 +371,7 @@ def _thinking_form(render: Render) -> ThinkingForm:
 
 
 def _knows_developer(render: Render) -> bool:
-    """Return whether the template treats "developer" unlike an unknown role."""
+    """Return whether the template treats the role "developer" differently from an unknown role."""
     as_developer = render([{"role": "developer", "content": RULE}, _USER]) or ""
     as_unknown = render([{"role": "qzrole", "content": RULE}, _USER])
     return RULE in as_developer and (
@@ -386,7 +398,8 @@ def _systems(render: Render, call: Message, result: Message) -> tuple[str, ...]:
 
 
 def _reasoning(render: Render, call: Message, result: Message) -> tuple[str, ...]:
-    """Return the field names that reasoning must have; empty if no name shows it."""
+    """Return the names of the message fields in which to pass reasoning so that the template shows
+    it; empty if it shows none."""
 
     def is_shown(name: str) -> bool:
         extra_fields = {name: THOUGHT}

@@ -1,10 +1,10 @@
-"""Renders messages to a prompt with the model's jinja2 chat template.
+"""Renders the messages of a conversation to a prompt with the model's jinja2 chat template.
 
-Invariant: only text that the template writes becomes special tokens, not client text
-(template_text.py), so a message cannot end its turn or begin another. Probing shows which messages
-a template can render (capabilities.py); messages are adapted to that (turns.py).
+Invariant: only text that the template itself writes can become special tokens, never text from the
+client (template_text.py). So a message cannot end its turn or begin another one. Which messages a
+template can render is probed (capabilities.py), and messages are adapted to that (turns.py).
 
-This module does not bound a template's computation: untrusted templates are rendered in a process
+This module does not limit a template's computation: untrusted templates are rendered in a process
 with limits (text/workers).
 """
 
@@ -53,11 +53,12 @@ _END = "\u2026"  # placeholder for an empty last message, only while rendering
 
 
 class _Refusal(TextError):
-    """The template fails on a conversation."""
+    """The template fails on a conversation; a rewritten form of the conversation may succeed."""
 
 
 class ChatTemplate:
-    """A jinja2 template in the environment of Hugging Face transformers; threads may share it."""
+    """A chat template, compiled with the environment that Hugging Face transformers provides.
+    Threads may share it."""
 
     def __init__(
         self,
@@ -65,8 +66,9 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Compile the template. With an empty `source`, `render` fails. `now` is for
-        `strftime_now`. Raises UnsupportedTokenizer if the template does not parse."""
+        """Compile the template `source`; if it is empty, the model has no template and `render`
+        raises TextError. `now`: the clock of the template's function `strftime_now`. Raises
+        UnsupportedTokenizer if the template does not compile."""
         self._template = compile_template(source, now) if source else None
         self._capabilities: Capabilities | None = None
         self._tokenizer = tokenizer
@@ -81,7 +83,7 @@ class ChatTemplate:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the template can render; probed once on first use, unless set before."""
+        """What the template can render; probed on first use, unless it was set before."""
         if self._capabilities is None:
             computed_tokens: set[int] = set()
             self._capabilities = probe_template(
@@ -96,7 +98,8 @@ class ChatTemplate:
                     for token in sorted(computed_tokens)[:MAX_NAMES]
                 ]
                 log.warning(
-                    "special tokens that the chat template computes are encoded as text: %s",
+                    "prompts have these special tokens as plain text, since the chat template "
+                    "computes them instead of containing them: %s",
                     ", ".join(map(repr, names)),
                 )
         return self._capabilities
@@ -107,15 +110,16 @@ class ChatTemplate:
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the template supports tools; otherwise `render` writes them as text."""
+        """Whether the template can show tools; if not, `render` describes them to the model as
+        plain text."""
         return self._template is not None and self.capabilities.tools
 
     def render(self, request: TemplateInput) -> Rendered:
-        """Render the prompt of a conversation. Raises TextError if the messages are invalid, or
-        with the error that the template raises."""
+        """Render a conversation to the model's prompt. Raises TextError if the messages are invalid
+        or the template fails on them."""
         field = request.messages_field
         if self._template is None:
-            raise TextError("this model has no chat template; use completions", field)
+            raise TextError("this model has no chat template; use /v1/completions", field)
         messages = normalized(request.messages, field)
         capabilities = self.capabilities
         tools = request.tools or None
@@ -141,9 +145,9 @@ class ChatTemplate:
         return self._rendered(request, Conversation(messages, tools))
 
     def _rendered(self, request: TemplateInput, conversation: Conversation) -> Rendered:
-        """Render the conversation, or the equivalent one with the fewest changes on which the
-        template does not fail. If it also fails on those with the most changes, raises the
-        TextError of the unchanged conversation."""
+        """Render a conversation; if the template fails on it, render the equivalent conversation
+        with the fewest changes on which it succeeds. If it fails even on those with the most
+        changes, raise the TextError of the original conversation."""
         try:
             return self._render_once(request, conversation)
         except _Refusal:
@@ -156,15 +160,16 @@ class ChatTemplate:
     def _first_rendered(
         self, request: TemplateInput, conversations: Iterable[Conversation]
     ) -> Rendered | None:
-        """Render the first conversation on which the template does not fail; None if it fails on
-        each. Raises TextError for errors other than _Refusal."""
+        """Render the first of several conversations on which the template succeeds; None if it
+        fails on all. Raises TextError for an error that is not a failure of the template."""
         for conversation in conversations:
             with suppress(_Refusal):
                 return self._render_once(request, conversation)
         return None
 
     def _render_once(self, request: TemplateInput, conversation: Conversation) -> Rendered:
-        """Render one conversation. Raises TextError, _Refusal if the template fails."""
+        """Render one conversation without trying rewritten forms. Raises _Refusal if the template
+        fails, or another TextError."""
         field = request.messages_field
         capabilities = self.capabilities
         turns = with_known_systems(
@@ -186,7 +191,9 @@ class ChatTemplate:
         except MemoryError:
             raise
         except RecursionError:
-            raise _Refusal("the messages are nested too deeply", field) from None
+            raise _Refusal(
+                "the messages are nested too deeply for the chat template", field
+            ) from None
         except Exception as error:  # any Python error for values that the template does not expect
             raise _Refusal(
                 f"the chat template cannot render the messages: {error}", field
@@ -196,7 +203,8 @@ class ChatTemplate:
         return _plain(text)
 
     def _variables(self, request: TemplateInput) -> dict[str, Any]:
-        """Return the request's template variables; a suggested effort becomes an accepted one."""
+        """Return the variables that a request passes to the template; a suggested reasoning effort
+        is replaced by the nearest that the template accepts."""
         suggested = dict(request.suggested)
         effort = suggested.pop("reasoning_effort", None)
         if (
@@ -212,7 +220,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         **variables: Any,
     ) -> TemplateText:
-        """Render the template. Raises any exception of the template."""
+        """Run the template with messages and tools in their final form. Raises any exception of the
+        template."""
         assert self._template is not None
         values = {
             **variables,
@@ -235,9 +244,9 @@ class ChatTemplate:
         computed_tokens: set[int],
         **variables: Any,
     ) -> str | None:
-        """Return the text of a conversation; None if the template fails on it. Adds to
-        `computed_tokens` the special tokens in the text that are not known to come from the
-        template."""
+        """Render a test conversation; return None if the template fails on it. Adds special tokens
+        to `computed_tokens` that the text contains but that are not known to come from the template
+        itself."""
         try:
             rendered = _plain(self._text(messages, tools, **variables, add_generation_prompt=True))
         except Exception:
@@ -249,7 +258,7 @@ class ChatTemplate:
 
 
 def _form(request: TemplateInput) -> CallForm:
-    """Return the form of calls as text."""
+    """Return the form in which a model writes a call as text if its template cannot show tools."""
     family = tool_family(request.tool_parser or GENERIC_PARSER)
     assert family is not None  # the gateway's settings allow only existing parsers
     return family.form
@@ -260,7 +269,8 @@ def _tokens(parts: Sequence[str | int]) -> Counter[int]:
 
 
 def _with_end(content: str) -> TemplateText:
-    """Return a content with LAST as the origin of its last character that is not white space."""
+    """Mark the end of the last message's content: its last visible character gets the origin LAST.
+    An empty content gets a placeholder instead."""
     length = len(content.rstrip())
     if not length:  # the placeholder keeps templates from dropping an empty turn
         return TemplateText(content + _END, CLIENT * len(content) + LAST)
@@ -269,11 +279,14 @@ def _with_end(content: str) -> TemplateText:
 
 
 def _until_end(text: TemplateText, content: str) -> Rendered:
-    """Return a prompt up to the end of its last message. Raises TextError if the template dropped
-    the last message."""
+    """Cut a rendered prompt at the end of its last message, so that the model continues the
+    message. Raises TextError if the template dropped the message."""
     end = origin_of(text).rfind(LAST)
     if end < 0:
-        raise TextError("the chat template omits the last message", "continue_final_message")
+        raise TextError(
+            "the chat template omits the last message, so it cannot be continued",
+            "continue_final_message",
+        )
     is_blank = not content.strip()
     end += not is_blank
     rest = "" if is_blank else content[len(content.rstrip()) :]

@@ -1,7 +1,7 @@
-"""The jinja2 environment of chat templates: that of transformers, sandboxed, with origin-tracking
-texts (template_text.py).
+"""The jinja2 environment of chat templates: the one of Hugging Face transformers, sandboxed, with
+texts that record whether the template or the client wrote each character (template_text.py).
 
-The sandbox keeps a template from reaching Python. It does not bound the template's computation.
+The sandbox keeps a template from reaching Python. It does not limit the template's computation.
 """
 
 import json
@@ -39,11 +39,11 @@ _INSERTING = frozenset(("join", "replace"))
 
 
 def compile_template(source: str, now: Callable[[], datetime]) -> jinja2.Template:
-    """Compile the source of a template, which then renders a TemplateText. Raises
-    UnsupportedTokenizer if the source is too long or does not parse."""
+    """Compile the source of a chat template; the compiled template renders a TemplateText. Raises
+    UnsupportedTokenizer if the source exceeds MAX_SOURCE_CHARS or does not compile."""
     if len(source) > MAX_SOURCE_CHARS:
         raise UnsupportedTokenizer(
-            f"the chat template is longer than {MAX_SOURCE_CHARS} characters"
+            f"the chat template has {len(source)} characters; the limit is {MAX_SOURCE_CHARS}"
         )
     environment = _Environment(
         trim_blocks=True,
@@ -74,10 +74,12 @@ def compile_template(source: str, now: Callable[[], datetime]) -> jinja2.Templat
 
 
 class _Generator(CodeGenerator):
-    """Generates code that makes a template's texts TemplateTexts and keeps origins in joins."""
+    """A jinja2 code generator that makes the template's own texts TemplateTexts, so that their
+    origin is known, also in concatenations."""
 
     def _text(self, text: str) -> str:
-        """Return code for a text: a look-up in the environment's constants."""
+        """Return the Python code for a text of the template: a look-up in the environment's
+        constants."""
         assert isinstance(self.environment, _Environment)
         constants = self.environment.constants
         constants.append(constant(text))
@@ -104,7 +106,8 @@ class _Generator(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The environment of one template, with the template's constants."""
+    """The sandboxed environment of one template, with the texts that the template itself
+    contains."""
 
     code_generator_class = _Generator
     concat = staticmethod(concatenated)
@@ -119,7 +122,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Wrap str.format as the sandbox does, and keep origins in the result."""
+        """Wrap str.format as jinja2's sandbox does, and record the origin of the result's
+        characters."""
         plain = super().wrap_str_format(value)
         form = getattr(value, "__self__", None)
         if plain is None or not isinstance(form, TemplateText):
@@ -137,12 +141,14 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 @jinja2.pass_context
 def _unchanged(context: Context, value: Any) -> Any:
-    """Return the value; taking the context keeps jinja2 from evaluating output at compile time."""
+    """Return the value unchanged. Because it takes the context, jinja2 cannot evaluate output when
+    it compiles the template."""
     return value
 
 
 class _Generation(Extension):
-    """Renders the body of `{% generation %}`, which marks assistant text for training."""
+    """Handles the tag `{% generation %}`, which marks text for training, by just rendering its
+    body."""
 
     tags = {"generation"}  # noqa: RUF012  jinja's own declaration
 
@@ -156,7 +162,7 @@ class _Generation(Extension):
 def _join(
     context: EvalContext, value: Iterable[Any], d: Any = "", attribute: str | int | None = None
 ) -> str:
-    """Join as jinja2's filter, with a TemplateText as separator so that origins are kept."""
+    """Join values like jinja2's filter `join`, and keep the origin of each character."""
     if type(d) is str:
         d = TemplateText(d)
     return sync_do_join(context, value, d, attribute)
@@ -164,7 +170,8 @@ def _join(
 
 @jinja2.pass_eval_context
 def _replace(context: EvalContext, s: Any, old: Any, new: Any, count: int | None = None) -> str:
-    """Replace as jinja2's filter, and keep origins of replacements in client text."""
+    """Replace text like jinja2's filter `replace`, and keep the origin of each character, also of
+    replacements inside a client's text."""
     if context.autoescape:
         return do_replace(context, s, old, new, count)
     text = str(s)

@@ -1,8 +1,9 @@
-"""Converts the messages of a conversation to the form that a chat template renders; pure.
+"""Converts the messages of a conversation to the form that a chat template can render; pure.
 
-For a template without tool support, tools are written as plain text: one text describes the tools
-and how to call them, calls become text of the assistant's turns in the described form, and results
-become text of user turns. All of it counts as client text, so it never becomes special tokens.
+For a template without tool support, tools are written as plain text: a text in the system turn
+describes the tools and how to call them, earlier calls become text of assistant turns in that form,
+and results become text of user turns. All of this counts as client text, so it never becomes
+special tokens.
 """
 
 import json
@@ -19,7 +20,8 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 def shaped(message: Message, capabilities: Capabilities) -> dict[str, Any]:
-    """Return a message with role, content, calls and reasoning as the template expects them."""
+    """Return a message whose role, content, tool calls and reasoning have the form that the
+    template expects."""
     result = dict(message)
     if message["role"] == "tool":
         result["role"] = capabilities.results
@@ -66,7 +68,8 @@ def _call(call: Message, capabilities: Capabilities) -> dict[str, Any]:
 
 
 def with_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages with each content as one text, so that text can be added."""
+    """Return the messages with every content converted to one text, so that text can be
+    appended."""
     return [
         {**message, "content": text_of(message)} if "content" in message else dict(message)
         for message in messages
@@ -78,8 +81,8 @@ def text_of(message: Message) -> str:
 
 
 def with_single_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages with one call per turn, each followed by its results. A result without a
-    known call id belongs to the first call without a result."""
+    """Split turns with several tool calls into turns with one call, each followed by its results. A
+    result whose call id is unknown is assigned to the first call without a result."""
     turns: list[list[dict[str, Any]]] = []  # each with its results
     call_turns: list[list[dict[str, Any]]] = []  # turns of the last message with calls
     open_calls = _OpenCalls()
@@ -97,7 +100,8 @@ def with_single_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def with_calls_apart(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages with no content beside calls: a text becomes a turn before the calls."""
+    """Split turns with both text and tool calls into a turn with the text and a turn with the
+    calls."""
     turns: list[dict[str, Any]] = []
     for message in messages:
         turns.append(dict(message))
@@ -112,7 +116,7 @@ def with_calls_apart(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def with_named_results(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages with the names of the called functions in results without a name."""
+    """Add the name of the called function to each tool result that lacks it."""
     turns = []
     by_id: dict[str, str] = {}
     calls: Sequence[Message] = ()  # of the last message with calls
@@ -133,7 +137,7 @@ def with_named_results(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 class _OpenCalls:
-    """The calls of a message that no result has answered yet."""
+    """The tool calls of one message for which no result has come yet."""
 
     def __init__(self, message: Message | None = None) -> None:
         calls = message.get("tool_calls", ()) if message else ()
@@ -141,8 +145,8 @@ class _OpenCalls:
         self._unanswered = list(range(len(self._ids)))
 
     def answer(self, result: Message) -> int:
-        """Return the index of the call of a result: the one with its id, else the first without a
-        result, else the last one."""
+        """Return the index of the call to which a tool result belongs: the call with its id, else
+        the first without a result, else the last one. Then that call counts as having a result."""
         id = result.get("tool_call_id")
         first = self._unanswered[0] if self._unanswered else len(self._ids) - 1
         index = self._ids.index(id) if id and id in self._ids else first
@@ -154,11 +158,13 @@ class _OpenCalls:
 def with_known_systems(
     messages: Sequence[Message], places: Container[str], *, developer: bool
 ) -> list[dict[str, Any]]:
-    """Return the messages with system turns only in places that the template shows.
+    """Change system turns (role "system" or "developer") in places where the template does not show
+    them.
 
-    System turns have the role "system" or "developer". `places`: Capabilities.systems. Elsewhere,
-    leading system turns are joined and later ones become user turns. Without "first", the leading
-    ones become part of the first user turn. `developer`: the template knows that role.
+    In such places, leading system turns are joined into one and later ones become user turns. If
+    the template shows no system turn at the beginning, the leading ones become part of the first
+    user turn. `places`: the places where the template shows system turns (Capabilities.systems).
+    `developer`: the template knows the role "developer"; if not, that role becomes "system".
     """
     num_leading = num_leading_systems(messages)
     turns = [dict(message) for message in messages]
@@ -185,20 +191,22 @@ def with_known_systems(
 
 
 def num_leading_systems(messages: Sequence[Message]) -> int:
-    """Return the number of system turns at the beginning."""
+    """Return the number of system turns at the beginning of a conversation."""
     others = (i for i, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES)
     return next(others, len(messages))
 
 
 def joined(turns: Sequence[Message]) -> dict[str, Any]:
-    """Join turns into one with the role of the first."""
+    """Join several turns into one, which has the role of the first and their texts and
+    reasoning."""
     result = {**turns[0], "content": "\n\n".join(filter(None, map(text_of, turns)))}
     thoughts = [turn["reasoning_content"] for turn in turns if turn.get("reasoning_content")]
     return result | {"reasoning_content": "\n\n".join(thoughts)} if thoughts else result
 
 
 def tools_description(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
-    """Return a text that describes the tools and how to write a call."""
+    """Return the text that tells a model which tools exist and how to write a call, for a template
+    without tool support."""
     functions = "\n".join(_json_text(tool["function"]) for tool in tools)
     return (
         "You can call these functions. Each has a name, and a JSON schema of its arguments:\n"
@@ -212,8 +220,9 @@ def tools_description(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str
 def with_plain_tools(
     messages: Sequence[Message], form: CallForm, *, calls: bool = True, results: bool = True
 ) -> list[dict[str, Any]]:
-    """Return the messages with tool `calls` and `results` (role `tool`) as text. Joins user turns
-    that become adjacent through this, for templates whose roles alternate."""
+    """Convert tool calls (if `calls`) and tool results (if `results`) to plain text in assistant
+    and user turns. User turns that become adjacent are joined, for templates whose roles must
+    alternate."""
     turns: list[dict[str, Any]] = []
     previous_is_result = False
     for turn in with_named_results(messages):
@@ -239,7 +248,7 @@ def with_plain_tools(
 
 
 def in_system_turn(turns: Sequence[Message], text: str) -> list[dict[str, Any]]:
-    """Return the turns with a text appended to the system turn, which is added if missing."""
+    """Append a text to the system turn at the beginning; add such a turn if there is none."""
     first, *others = turns
     if first["role"] not in ("system", "developer"):
         return [{"role": "system", "content": text}, *map(dict, turns)]

@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids, and ids to text."""
+"""Tokenizers: convert text to token ids, and token ids to text."""
 
 from pdserve.text.tokenizer.choice_text import ChoiceText, StopMatcher, TextUpdate
 from pdserve.text.tokenizer.vocabulary import (

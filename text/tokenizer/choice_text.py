@@ -1,7 +1,8 @@
-"""Turns the token ids of one choice into text, up to the token or stop string that ends it; pure.
+"""Converts the token ids of one choice to text while they arrive, up to the token or stop string
+that ends the choice; pure.
 
-Invariants: text is emitted exactly once and in order. The held text is exactly the longest suffix
-that may still become a stop string. The update with `finish` is the last one.
+Invariants: text is emitted exactly once and in order. The text held back is exactly the longest
+ending that may still become a stop string. The update with `finish` set is the last one.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,10 +12,10 @@ from pdserve.text.tokenizer.detokenizer import IncrementalDetokenizer
 
 
 class Emitted(NamedTuple):
-    """The text that one push releases.
+    """The text that the stop string matcher releases after a token.
 
-    `stop` is the stop string that ended the text, or None. `num_tokens` counts the tokens pushed
-    so far; once stopped, those up to and including the token that completed the stop string.
+    `stop` is the stop string that ended the text, or None. `num_tokens` is the number of tokens so
+    far; after a stop, of those up to and including the token that completed the stop string.
     """
 
     text: str
@@ -23,7 +24,8 @@ class Emitted(NamedTuple):
 
 
 class _Pattern:
-    """One stop string as a Knuth-Morris-Pratt automaton; `matched` characters have matched."""
+    """The matcher of one stop string, a Knuth-Morris-Pratt automaton; `matched` is the number of
+    its characters that the text ends with."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -37,7 +39,7 @@ class _Pattern:
             self._fallback[i] = border
 
     def advance(self, char: str) -> bool:
-        """Take one character; True if it completes the stop string."""
+        """Add the next character of the text; return whether it completes the stop string."""
         if self.matched == len(self.text):
             self.matched = self._fallback[-1]
         while self.matched and char != self.text[self.matched]:
@@ -47,22 +49,24 @@ class _Pattern:
 
     @property
     def held(self) -> int:
-        """Number of characters at the end of the text that may begin a match."""
+        """Number of characters at the end of the text that may be the beginning of the stop
+        string."""
         return self._fallback[-1] if self.matched == len(self.text) else self.matched
 
 
 class StopMatcher:
-    """Matches the stop strings of one choice.
+    """Finds the stop strings of one choice in its text.
 
-    The stop string that is complete first ends the text; the longest wins if several complete at
-    the same character. The result depends only on the text, not on its split into tokens, except
-    that a stop string completed by one of the first `min_tokens` tokens is ignored.
+    The stop string that is complete first ends the text; of several completed by the same
+    character, the longest. The result depends only on the text and not on its split into tokens,
+    except that a stop string which one of the first `min_tokens` tokens completes is ignored.
     """
 
     def __init__(
         self, stops: Sequence[str], *, include_stop_str: bool = False, min_tokens: int = 0
     ) -> None:
-        """Raises ValueError for an empty stop string."""
+        """`stops`: the stop strings. `include_stop_str`: keep the stop string in the text. Raises
+        ValueError if a stop string is empty."""
         if not all(stops):
             raise ValueError("a stop string must not be empty")
         self._patterns = [_Pattern(stop) for stop in dict.fromkeys(stops)]
@@ -74,17 +78,19 @@ class StopMatcher:
 
     @property
     def active(self) -> bool:
-        """Whether there are stop strings; without them each push returns its text unchanged."""
+        """Whether the choice has stop strings; if not, `push` returns each text unchanged."""
         return bool(self._patterns)
 
     def push(self, text: str) -> Emitted:
-        """Add the text of one token, which may be empty. Once stopped, emits nothing more."""
+        """Add the text of one token, which may be empty; return the text that can be released.
+        After a stop string, nothing more is released."""
         if self._stop is None:
             self._num_tokens += 1
         return self._take(text)
 
     def flush(self, text: str = "") -> Emitted:
-        """End the text: add text that belongs to no new token and release the held text."""
+        """End the text: add remaining text that belongs to no new token, and release all text held
+        back."""
         emitted = self._take(text)
         rest, self._pending = self._pending, ""
         return Emitted(emitted.text + rest, emitted.stop, emitted.num_tokens)
@@ -109,10 +115,11 @@ class StopMatcher:
 
 
 class TextUpdate(NamedTuple):
-    """New text of a choice, and its finish reason: "stop", "length", or None while it runs.
+    """New text of a choice, and its finish reason: "stop", "length", or None while it continues.
 
-    `offsets` has one entry per counted token: the number of characters of the choice before it.
-    Tokens after the one that completes a stop string are not counted. `stop` is that stop string.
+    `offsets` has an entry per new token: the number of the choice's characters before the token.
+    Tokens after the one that completes a stop string have none. `stop` is that stop string, or
+    None.
     """
 
     text: str
@@ -122,11 +129,11 @@ class TextUpdate(NamedTuple):
 
 
 class ChoiceText:
-    """Combines a detokenizer with stop string matching.
+    """Converts the token ids of one choice to text, and ends the text at a stop string.
 
-    `stop_ids`: the eos and stop tokens. The text of one that ends the choice is omitted unless
-    `include_stop` is set. A choice that a grammar ends has no such token.
-    `offset`: number of characters before the first token, e.g. of an echoed prompt.
+    `stop_ids`: ids of the eos and stop tokens. The text of such a token is omitted where it ends
+    the choice, unless `include_stop` is set. `offset`: number of characters before the first token,
+    e.g. of an echoed prompt.
     """
 
     def __init__(
@@ -145,8 +152,8 @@ class ChoiceText:
         self._offset = offset
 
     def push_text(self, id_: int) -> str | None:
-        """Return the text of one token that does not end the choice; may be empty. Returns None and
-        does not consume the token if the choice has stop strings."""
+        """Add one token that does not end the choice and return its text, which may be empty. If
+        the choice has stop strings, return None instead and do not add the token: use `push`."""
         if self._has_stops:
             return None
         text = self._detokenizer.push((id_,))
@@ -156,8 +163,9 @@ class ChoiceText:
     def push(self, ids: Sequence[int], finish: str | None) -> TextUpdate:
         """Add tokens and return the new text.
 
-        `finish`: how the engine ended the choice with the last token: "stop" (eos token, stop
-        token or end of a grammar), "length", or None if the choice continues.
+        `finish`: the reason for which the engine ended the choice with the last of the tokens:
+        "stop" (eos token, stop token or end of a grammar), "length", or None if the choice
+        continues.
         """
         if finish is None and len(ids) == 1 and not self._has_stops:  # the common case
             text, offset = self._detokenizer.push(ids), self._offset

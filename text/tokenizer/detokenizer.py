@@ -1,10 +1,11 @@
 """Converts a stream of token ids to text, by the bytes of each token.
 
-The mapping of tokens to bytes is read from the tokenizer's decoder once and cached by token, so
-decoding makes no call per token into the tokenizers library.
+The rules that map tokens to bytes are read once from the decoder in tokenizer.json, and the bytes
+are cached by token, so the tokenizers library is not called for each token.
 
-Invariant: the joined deltas are the text of all ids, however the ids are split into calls. No delta
-ends inside a character; bytes of an unfinished character are held back.
+Invariant: the pieces of text that `push` and `flush` return, joined, are the text of all ids,
+however the ids are split into calls. No piece ends inside a character; the bytes of an unfinished
+character are held back.
 """
 
 import codecs
@@ -21,24 +22,25 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the byte of each printable character that byte-level BPE uses (GPT-2, 2019)."""
+    """Return the byte for each printable character by which byte-level BPE writes bytes (GPT-2,
+    2019)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 class TokenBytes:
-    """Bytes of single tokens, and the number of spaces to strip at the start of a text.
+    """The bytes of single tokens, and the rule for spaces at the start of a text.
 
-    strip: maximum number of spaces to strip, because the encoding added them.
-    strip_within_first: strip spaces of the first token only.
+    strip: maximum number of spaces to remove at the start of a text, because encoding added them.
+    strip_within_first: remove spaces of the first token only.
     """
 
     def __init__(self, token: Callable[[int], str | None], decoder: Mapping[str, Any]) -> None:
-        """Initialize with `token`, which returns a token as tokenizer.json writes it, and
-        `decoder`, the decoder's state.
+        """`token` returns a token as tokenizer.json writes it, or None for an unknown id; `decoder`
+        is the state of the tokenizer's decoder.
 
-        Raises UnsupportedTokenizer if the decoder does not map single tokens to bytes.
+        Raises UnsupportedTokenizer if the decoder does not map each token to bytes independently.
         """
         self._token = token
         self._cache: dict[int, bytes] = {}
@@ -67,7 +69,8 @@ class TokenBytes:
                 old, new = step["pattern"]["String"], step["content"]
                 if len(new) > MAX_REWRITE:
                     raise UnsupportedTokenizer(
-                        "a decoder step in tokenizer.json inserts a text that is too long"
+                        f"a decoder step in tokenizer.json inserts {len(new)} characters; "
+                        f"the limit is {MAX_REWRITE}"
                     )
                 self._rewrites.append(lambda piece: piece.replace(old, new))
             case "Strip" if step["content"] == " " and not step["stop"]:
@@ -87,7 +90,7 @@ class TokenBytes:
         return self._token(token) or ""
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of a token; b"" for an unknown id."""
+        """Return the bytes that a token adds to a text; b"" for an unknown id."""
         data = self._cache.get(token)
         if data is None:
             data = self._cache[token] = self._spell(self.piece_of(token))
@@ -107,17 +110,18 @@ class TokenBytes:
 
 
 class IncrementalDetokenizer:
-    """Detokenizes one choice in O(1) per token; buffers only the bytes of an unfinished character.
+    """Converts the token ids of one choice to text as they arrive, in constant time per token;
+    holds back only the bytes of an unfinished character.
 
-    Invalid bytes become U+FFFD, one per maximal part of an ill-formed sequence (Unicode 15,
-    section 3.9), as soon as they are known to be invalid.
+    Invalid bytes become U+FFFD, one per maximal part of an ill-formed sequence (Unicode 15, section
+    3.9), as soon as they are known to be invalid.
     """
 
     def __init__(
         self, token_bytes: TokenBytes, skip: Collection[int] = (), continues: bool = False
     ) -> None:
-        """Initialize with `skip`, the ids without text; `continues` disables stripping, because
-        other text precedes."""
+        """`skip`: ids of tokens to leave out, such as special tokens. `continues`: keep leading
+        spaces, because other text precedes."""
         self._token_bytes = token_bytes
         self._skip = skip
         self._strip = 0 if continues else token_bytes.strip
@@ -125,7 +129,7 @@ class IncrementalDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int]) -> str:
-        """Add ids and return the text that is now final; may be empty."""
+        """Add token ids and return the text that is now certain; it may be empty."""
         parts = []
         for token in ids:
             if token not in self._skip:

@@ -1,7 +1,8 @@
 """Converts text to token ids and back, for one model.
 
-Invariant: client text never becomes a special token, except with `parse_special`. In a rendered
-prompt only text that the template wrote does. Immutable once built, so threads may share it.
+Invariant: text from a client never becomes a special token, except with `parse_special`. In a
+prompt that a chat template rendered, only text that the template wrote does. A tokenizer does not
+change once built, so threads may share it.
 """
 
 import json
@@ -23,11 +24,13 @@ Step = TypeVar("Step", tokenizers.normalizers.Normalizer, tokenizers.pre_tokeniz
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer; tokens of one character are never parsed."""
+    """The special tokens of a tokenizer, and a search for their texts. Tokens of one character are
+    never found in a text."""
 
     def __init__(self, added: Mapping[int, tokenizers.AddedToken]) -> None:
-        """Initialize with the tokenizer's added tokens by id; ignores those that are not special.
-        Raises UnsupportedTokenizer if a token is longer than MAX_SPECIAL_CHARS."""
+        """`added`: the tokenizer's added tokens by id; those not flagged as special are ignored.
+        Raises UnsupportedTokenizer if a special token has more than MAX_SPECIAL_CHARS
+        characters."""
         self.ids = frozenset(i for i, token in added.items() if token.special)
         self.texts = {added[i].content: i for i in self.ids if len(added[i].content) > 1}
         self._lstrip = {i for i in self.ids if added[i].lstrip}
@@ -44,10 +47,11 @@ class SpecialTokens:
             )
 
     def split(self, text: str, origin: str | None = None) -> list[str | int]:
-        """Split text into plain texts and special token ids, in order.
+        """Split a text into plain texts and ids of special tokens, in order.
 
-        The leftmost, then longest token wins. With `origin` (text/template_text.py), a special
-        token counts only if the template wrote all its characters.
+        The leftmost special token wins, and of those at the same position the longest. `origin`
+        marks who wrote each character (text/template_text.py): a special token then counts only if
+        the template wrote all of it.
         """
         parts: list[str | int] = []
         start = 0
@@ -67,7 +71,8 @@ class SpecialTokens:
         return [part for part in parts if part != ""] if parts != [""] else []
 
     def _matches(self, text: str) -> list[tuple[int, int]]:
-        """Return (position, length) of the longest special token at each position with one."""
+        """Return (position, length) of the longest special token at each position where one begins,
+        in order."""
         matches = []
         for first, lengths in self._lengths.items():
             position = text.find(first)
@@ -83,19 +88,20 @@ class SpecialTokens:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt rendered by a chat template; `origin` marks the characters that the template wrote
-    (text/template_text.py)."""
+    """A prompt that a chat template rendered; `origin` marks which characters the template wrote
+    and which the client (text/template_text.py)."""
 
     text: str
     origin: str
 
 
 class Tokenizer(Vocabulary):
-    """A tokenizer.json and the model's special ids. This class splits off special tokens; the
-    tokenizers library encodes the plain text between them."""
+    """The tokenizer of a model, from its tokenizer.json. This class separates special tokens from
+    plain text; the tokenizers library encodes the plain text between them."""
 
     def __init__(self, tokenizer_json: bytes, model_info: TextModelInfo) -> None:
-        """Raises UnsupportedTokenizer if tokenizer.json is invalid or unsupported."""
+        """Load tokenizer.json. Raises UnsupportedTokenizer if it is invalid or uses unsupported
+        features."""
         try:
             self._first = tokenizers.Tokenizer.from_buffer(tokenizer_json)
         except Exception as error:  # the library raises bare Exception
@@ -103,7 +109,7 @@ class Tokenizer(Vocabulary):
         self._first.no_truncation()
         self._first.no_padding()
         if self._first.decoder is None:
-            raise UnsupportedTokenizer("tokenizer.json has no decoder")
+            raise UnsupportedTokenizer("tokenizer.json has no decoder, which converts ids to text")
         self.file = tokenizer_json
         self.added = self._first.get_added_tokens_decoder()
         self.special = SpecialTokens(self.added)
@@ -119,7 +125,7 @@ class Tokenizer(Vocabulary):
         self._rest = self._first if prefixes_every_part else self._within
 
     def _frame(self) -> tuple[list[int], list[int]]:
-        """Return the ids that the post-processor adds before and after a text."""
+        """Return the ids that the tokenizer puts before and after a text, such as bos and eos."""
         framed = self._first.encode("a", add_special_tokens=True)
         added = framed.special_tokens_mask
         text = [index for index, mask in enumerate(added) if not mask] or [len(added)]
@@ -129,22 +135,26 @@ class Tokenizer(Vocabulary):
         return prefix, suffix
 
     def encode(self, text: str, *, add_special_tokens: bool, parse_special: bool) -> list[int]:
-        """Encode a text; with `parse_special`, the text of special tokens becomes their ids.
+        """Convert a text to token ids. With `parse_special`, the texts of special tokens become
+        these tokens; otherwise they are plain text.
 
-        `add_special_tokens` adds bos and the model's other framing tokens, but never a second bos.
-        Raises TextError if the text is not valid Unicode (lone surrogates).
+        `add_special_tokens` adds the ids that the model expects around a text, such as bos; a bos
+        that the text already has is not repeated. Raises TextError if the text is not valid Unicode
+        (it has a lone surrogate).
         """
         parts = self.special.split(text) if parse_special else [text]
         return self._framed(self._encode(parts), add_special_tokens)
 
     def encode_rendered(self, rendered: Rendered, *, add_special_tokens: bool = False) -> list[int]:
-        """Encode a rendered prompt; templates usually write bos themselves."""
+        """Convert a prompt from a chat template to token ids. No bos is added by default, since
+        templates usually write it."""
         parts = self.special.split(rendered.text, rendered.origin)
         return self._framed(self._encode(parts), add_special_tokens)
 
     def encode_within(self, text: str) -> list[int]:
-        """Encode a text that continues other text, and parse its special tokens. Raises TextError
-        if the text is not valid Unicode."""
+        """Convert a text that follows other text to token ids: no space is added before it, and
+        texts of special tokens become these tokens. Raises TextError if the text is not valid
+        Unicode."""
         ids: list[int] = []
         for part in self.special.split(text):
             ids += [part] if isinstance(part, int) else self._plain(part, self._within)
@@ -166,7 +176,8 @@ class Tokenizer(Vocabulary):
         return ids
 
     def _plain(self, text: str, pipeline: tokenizers.Tokenizer) -> list[int]:
-        """Encode plain text without special tokens, even if the model's merges produce one."""
+        """Encode a text without special tokens, and prevent the model's merges from producing
+        one."""
         try:  # the batch call releases the interpreter lock; `encode` holds it
             ids = list(pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         except (TypeError, UnicodeEncodeError):
@@ -181,12 +192,13 @@ class Tokenizer(Vocabulary):
         return ids  # the special token is the model's unknown token
 
     def token_name(self, token: int | None) -> str | None:
-        """Return a token as tokenizer.json writes it; None for None or an unknown id."""
+        """Return a token as tokenizer.json writes it; None for an unknown id or if `token` is
+        None."""
         return None if token is None else self._first.id_to_token(token)
 
 
 def _normalizers(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """Return the steps of the normalizer in the format of tokenizer.json."""
+    """Return the steps of the tokenizer's normalizer as tokenizer.json writes them."""
     if tokenizer.normalizer is None:
         return []
     state: dict[str, Any] = json.loads(tokenizer.normalizer.__getstate__())
@@ -195,10 +207,10 @@ def _normalizers(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
 
 
 def _without_prefix(first: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Return the tokenizer without the space that it adds before a text.
+    """Return a variant of the tokenizer that does not add a space before a text.
 
-    Shares the vocabulary; returns `first` itself if it adds no space. Raises UnsupportedTokenizer
-    if the added tokens do not keep their ids.
+    It shares the model and its vocabulary; if `first` adds no space, it is `first` itself. Raises
+    UnsupportedTokenizer if the added tokens would get other ids in the variant.
     """
     steps = _normalizers(first)
     remaining = [step for step in steps if step["type"] != "Prepend"]
@@ -222,14 +234,14 @@ def _without_prefix(first: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     for token_id, token in added:
         if tokenizer.token_to_id(token.content) != token_id:
             raise UnsupportedTokenizer(
-                f"tokenizer.json: id {token_id} of {token.content!r} is not "
-                "the id that the tokenizers library assigns"
+                f"tokenizer.json gives {token.content!r} the id {token_id}, but the tokenizers "
+                f"library assigns the id {tokenizer.token_to_id(token.content)}"
             )
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def _restored(step: Step, state: dict[str, Any]) -> Step:
-    """Set the state of a tokenizer step and return the step."""
+    """Set the state of a normalizer or pre-tokenizer step and return the step."""
     step.__setstate__(json.dumps(state).encode())
     return step

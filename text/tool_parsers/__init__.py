@@ -1,6 +1,6 @@
-"""Tool call formats of model families, in one module per syntax.
+"""The tool call formats of model families, with one module for each kind of syntax.
 
-Each module lists its families in FAMILIES and is found by discovery.
+Each module lists its families in FAMILIES; all modules of this folder are found automatically.
 """
 
 import pkgutil
@@ -15,7 +15,7 @@ GENERIC_PARSER = "generic"  # for templates without tool support
 
 @cache
 def _families() -> dict[str, ToolFamily]:
-    """Return the families by name, sorted."""
+    """Return all families by name, in order of their names."""
     modules = (
         import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)
     )
@@ -24,17 +24,18 @@ def _families() -> dict[str, ToolFamily]:
 
 
 def tool_parser_names() -> tuple[str, ...]:
-    """Return the names of all tool parsers, sorted."""
+    """Return the names of all tool parsers (one per family), sorted."""
     return tuple(_families())
 
 
 def tool_family(name: str) -> ToolFamily | None:
-    """Return the family of that name, or None."""
+    """Return the family of that name; None if there is no such family."""
     return _families().get(name)
 
 
 def tool_family_of(template: str) -> str:
-    """Return the name of a chat template's family; FALLBACK_PARSER if none matches."""
+    """Return the name of the family to which a chat template belongs, by its source;
+    FALLBACK_PARSER if it matches none."""
     return next(
         (name for name, family in _families().items() if family.matches(template)), FALLBACK_PARSER
     )

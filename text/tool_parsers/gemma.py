@@ -1,4 +1,5 @@
-"""Calls of Gemma: call:NAME{key:value} with values in a notation like JSON."""
+"""Reads the tool calls of Gemma models: call:NAME{key:value}, with values in a notation like
+JSON."""
 
 from pdserve.text.parsing import (
     MAX_NAME_CHARS,
@@ -18,7 +19,8 @@ from pdserve.text.parsing import (
 
 
 class _GemmaPieces(LiteralPieces):
-    """Reads Gemma's notation: bare keys, and strings without escapes between quote tokens."""
+    """Reads values in Gemma's notation, in which keys have no quotes, and strings are between quote
+    tokens and have no escapes."""
 
     def __init__(self, reader: BlockReader, quote: str) -> None:
         super().__init__(reader)

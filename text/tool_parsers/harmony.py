@@ -1,4 +1,4 @@
-"""Calls of gpt-oss: Harmony messages to functions."""
+"""Defines the tool calls of gpt-oss: messages to functions in the Harmony format."""
 
 from pdserve.text.parsing import CallForm, HarmonyStream, ToolFamily, harmony
 

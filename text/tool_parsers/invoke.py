@@ -1,4 +1,5 @@
-"""Calls written as <invoke name=...> with <parameter name=...> tags, under different prefixes."""
+"""Reads tool calls written as <invoke name=...> with <parameter name=...> tags, which some families
+write with a prefix before the tag names."""
 
 from collections.abc import Callable
 
@@ -29,7 +30,8 @@ Value = Callable[[BlockReader, str], Pieces[None]]  # reads a value's text and i
 
 
 def _without_lines(reader: BlockReader, end: str) -> Pieces[None]:
-    """Yield a text up to `end` without leading and trailing line breaks."""
+    """Yield the text of an argument up to the tag `end`, without line breaks at its start and
+    end."""
     lines, begun = "", False
     for text in reader.pieces_until(end):
         if text is None:
@@ -44,7 +46,7 @@ def _without_lines(reader: BlockReader, end: str) -> Pieces[None]:
 
 
 def _raw_text(reader: BlockReader, end: str) -> Pieces[None]:
-    """Yield a text up to `end` unchanged."""
+    """Yield the text of an argument up to the tag `end`, unchanged."""
     yield from reader.pieces_until(end)
 
 
@@ -55,8 +57,8 @@ def _read_invokes(
     schemas: ToolSchemas,
     value: Value = _without_lines,
 ) -> Calls:
-    """Read the calls of a block up to its end tag. `prefix` follows the bracket of each inner tag;
-    `value` reads an argument that is not JSON."""
+    """Read the calls of a block up to its end tag `end`. `prefix` comes before the name in each
+    inner tag; `value` reads an argument whose tag does not say whether it is a string or JSON."""
     if (yield from grammar_call(reader, schemas, end)):
         return
     yield from calls_in_section(
@@ -70,7 +72,8 @@ def _read_invokes(
 def _read_invoke(
     reader: BlockReader, prefix: str, schemas: ToolSchemas, value: Value = _without_lines
 ) -> Calls:
-    """Read an invocation, beginning at its name."""
+    """Read one call whose tag is open: its name, then its arguments up to the tag that closes
+    it."""
     name, is_self_closing = yield from _read_head(reader)
     if is_self_closing:
         yield CallPiece(name, "{}", last=True)
@@ -81,7 +84,8 @@ def _read_invoke(
 
 
 def _read_head(reader: BlockReader) -> Reading[tuple[str, bool]]:
-    """Read the name of an invocation; also return whether its first tag is self-closing."""
+    """Read the rest of a call's first tag; return the function's name, and whether the tag is
+    self-closing (the call has no arguments)."""
     head, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
     return _unquoted(head.removesuffix("/")), head.endswith("/")
 
@@ -89,8 +93,8 @@ def _read_head(reader: BlockReader) -> Reading[tuple[str, bool]]:
 def _read_members(
     reader: BlockReader, tag_names: tuple[str, str], arguments: CallArguments, value: Value
 ) -> Pieces[None]:
-    """Read the arguments of an invocation up to its end tag. `tag_names`: the tag names of an
-    invocation and of an argument."""
+    """Read the arguments of a call up to its end tag, and yield them as members of a JSON object.
+    `tag_names`: the names of the tags of a call and of an argument."""
     invoke, parameter = tag_names
     close = f"</{invoke}>"
     gap = ""
@@ -110,7 +114,7 @@ def _read_members(
 
 
 def _unquoted(text: str) -> str:
-    """Return the value of an attribute without quotes. Raises Malformed if it is empty."""
+    """Return the value of a tag's attribute without its quotes. Raises Malformed if it is empty."""
     text = text.strip().strip("\"'")
     if not text:
         raise Malformed

@@ -1,5 +1,5 @@
-"""Calls that are JSON objects with the function's name and its arguments, between tags or at the
-start of the answer."""
+"""Reads tool calls that are JSON objects with the function's name and its arguments, between tags
+or at the start of the answer."""
 
 from collections.abc import Callable, Mapping
 
@@ -24,7 +24,8 @@ TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 
 
 def _read_between(tags: Mapping[str, str]) -> Callable[[BlockReader, str, ToolSchemas], Calls]:
-    """Return a reader of blocks with these end tags by begin tag, and of blocks without tags."""
+    """Return a reader of blocks of calls. `tags` maps each begin tag of a block to its end tag; a
+    block without tags is read as well."""
 
     def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         if not opener:
@@ -45,10 +46,10 @@ def _listed(
     arguments: str = "arguments",
     answer_tags: tuple[str, ...] = (),
 ) -> ToolFamily:
-    """Return a family whose calls are a sequence or list of JSON objects.
+    """Return a family that writes its calls as a sequence or a list of JSON objects.
 
-    `tags`: end tags by begin tag of a block; the first pair is used to write calls. `key` and
-    `arguments`: the model's names of these fields.
+    `tags` maps each begin tag of a block to its end tag; under a grammar, calls are between the
+    first pair. `key` and `arguments`: the object's keys for the function's name and arguments.
     """
     begin, end = next(iter(tags.items()))
     return ToolFamily(

@@ -1,4 +1,5 @@
-"""Calls with the function's name in tags, followed by the arguments as JSON."""
+"""Reads tool calls that have the function's name outside the JSON, usually between tags, followed
+by the arguments as JSON."""
 
 from pdserve.text.parsing import (
     MAX_NAME_CHARS,
@@ -52,8 +53,9 @@ _DISTILLED, _DISTILLED_END = "<tool_call>", "</tool_call>"
 
 
 def _read_deepseek(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    """Read the calls of V3, and of V3.1 with the name before the separator. Models distilled from
-    R1 sometimes write JSON in other tags."""
+    """Read the calls of DeepSeek V3, or of V3.1, which writes the function's name before the
+    separator. Models distilled from R1 sometimes write JSON objects between other tags, which are
+    read as well."""
     if opener == _DISTILLED:
         yield from json_calls(reader, schemas)
         yield from reader.take_end_after_space(_DISTILLED_END)
@@ -79,7 +81,7 @@ def _read_deepseek_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
 
 
 def _deepseek(name: str, form: CallForm, *, fenced: bool) -> ToolFamily:
-    """Return a family of DeepSeek; `fenced`: its arguments are in fenced code."""
+    """Return a family of DeepSeek models; `fenced`: they write arguments in fenced code."""
     return ToolFamily(
         name,
         lambda template: _DS_BEGIN in template and (_FENCED in template) == fenced,
@@ -136,8 +138,8 @@ _KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
 
 
 def _read_kimi_k2(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    """Read calls with ids functions.NAME:INDEX, which later turns must repeat. The model sometimes
-    omits the section's tags."""
+    """Read the calls of Kimi K2, which have ids functions.NAME:INDEX that later turns must repeat.
+    The model sometimes omits the tags of the section of calls."""
     if (
         opener == _KIMI_BEGIN
         and (yield from reader.expect_after_space(_KIMI_CALL, _KIMI_END)) == _KIMI_END
@@ -179,7 +181,8 @@ _ENDS_OF_NAME = (_MISTRAL_ARGUMENTS, _MISTRAL_ID, "{")
 
 
 def _read_mistral(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    """Read a JSON list, or NAME[ARGS]{...}, as newer models write."""
+    """Read the calls of Mistral models: a JSON list, or NAME[ARGS]{...}, which newer models
+    write."""
     if (yield from reader.take_after_space("[")):
         yield from json_list(reader, schemas)
         return
@@ -211,7 +214,8 @@ _NO_ID = "0" * _SOLAR_ID_LEN  # the id in a grammar's call
 
 
 def _read_solar(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    """Read a call with an id of ten letters and digits, which later turns must repeat."""
+    """Read one call of Solar models, with an id of ten letters and digits that later turns must
+    repeat."""
     id, _ = yield from reader.until(_SOLAR_NAME, max_chars=MAX_NAME_CHARS)
     name, _ = yield from reader.until(_SOLAR_ARGUMENTS, max_chars=MAX_NAME_CHARS)
     id = id.strip()

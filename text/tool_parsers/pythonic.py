@@ -1,4 +1,5 @@
-"""Calls in Python notation, NAME(key=value, ...), at the start of the answer or between tags."""
+"""Reads tool calls in Python notation, NAME(key=value, ...), at the start of an answer or between
+tags."""
 
 from collections.abc import Callable, Mapping
 
@@ -22,7 +23,8 @@ from pdserve.text.parsing import (
 
 
 def python_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    """Read a call, which may be the argument of `print`. Raises CutOff, Malformed."""
+    """Read one call in Python notation; print(NAME(...)) is read as the call inside. Raises CutOff,
+    Malformed."""
     yield from reader.space()
     name = yield from reader.name()
     yield from reader.expect("(")
@@ -40,7 +42,8 @@ def python_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
 
 
 def _arguments(reader: BlockReader) -> Pieces[None]:
-    """Yield the keyword arguments up to the closing bracket as a JSON object."""
+    """Read the keyword arguments of a call up to its closing bracket, and yield them as a JSON
+    object."""
     literals = LiteralPieces(reader)
     head = "{"
     while not (yield from reader.take_after_space(")")):
@@ -58,7 +61,8 @@ def _arguments(reader: BlockReader) -> Pieces[None]:
 
 
 def python_calls(reader: BlockReader, schemas: ToolSchemas, *, bare: bool = False) -> Calls:
-    """Read a list of calls, or, unless `bare`, a sequence of calls. Raises CutOff, Malformed."""
+    """Read calls in Python notation: a list in square brackets or, unless `bare`, a sequence of
+    calls. Raises CutOff, Malformed."""
     if bare or (yield from reader.take_after_space("[")):
         if bare:
             yield from reader.expect_after_space("[")
@@ -72,11 +76,11 @@ def python_calls(reader: BlockReader, schemas: ToolSchemas, *, bare: bool = Fals
 
 
 def mixed_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    """Read calls at the start of an answer: JSON objects, a list of them, or a list of Python
-    calls.
+    """Read the calls at the start of an answer, in either notation: JSON objects, a list of them,
+    or a list of Python calls.
 
-    Holds fenced calls until the answer ends; if other text follows, they are an example. Raises
-    CutOff, Malformed.
+    Calls in fenced code are held back until the answer ends: if other text follows, they are only
+    an example and this raises Malformed. Raises CutOff, Malformed.
     """
     if not (yield from reader.take_after_space("```")):
         yield from json_or_python_calls(reader, schemas, bare=True)
@@ -103,8 +107,8 @@ def mixed_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
 
 
 def json_or_python_calls(reader: BlockReader, schemas: ToolSchemas, *, bare: bool) -> Calls:
-    """Read JSON objects, a list of them, or Python calls as `python_calls`, and white space after
-    them. Raises CutOff, Malformed."""
+    """Read JSON objects, a list of them, or Python calls (with `bare`, only a list of these), and
+    the white space after them. Raises CutOff, Malformed."""
     yield from reader.space()
     start = reader.position
     if (yield from reader.take("[")):
@@ -126,10 +130,12 @@ def _family(
     *,
     bare: str = "",
 ) -> ToolFamily:
-    """Return a family whose calls are a sequence or list of Python calls or JSON objects.
+    """Return a family that writes its calls as a sequence or a list of Python calls or JSON
+    objects.
 
-    `tags`: end tags by begin tag of a block; the first pair is used to write calls. `bare` as for
-    ToolFamily. Under a grammar, calls are JSON objects, by default between the tags.
+    `tags` maps each begin tag of a block to its end tag. `bare`: characters that begin a block
+    without a tag. `form`: how calls are written under a grammar; by default, JSON objects between
+    the first pair of tags.
     """
     begin, end = next(iter(tags.items()))
 

@@ -1,4 +1,4 @@
-"""Calls with a function's name, then a pair of tags for each argument."""
+"""Reads tool calls that have the function's name, followed by a pair of tags for each argument."""
 
 import re
 from collections.abc import Callable
@@ -31,7 +31,8 @@ from pdserve.text.reasoning import KIMI_K3_ANSWER_TAGS
 def _glm_members(
     reader: BlockReader, arguments: CallArguments, mark: str = "", suffix: str = ""
 ) -> Pieces[None]:
-    """Read the arguments up to the end of the call. `mark`: the first tag, if already read."""
+    """Read the arguments of a GLM call up to the end of the call, and yield them as members of a
+    JSON object. `mark`: the first tag, if it is already read."""
     begin, end = f"<arg_key{suffix}>", f"</tool_call{suffix}>"
     value_end = f"</arg_value{suffix}>"
     gap = ""
@@ -48,7 +49,8 @@ def _glm_members(
 
 
 def _glm_value(reader: BlockReader, value_end: str, call_end: str) -> Pieces[None]:
-    """Read a value; models sometimes omit its end tag at the end of the answer."""
+    """Yield the text of an argument up to its end tag, which models sometimes omit at the end of an
+    answer."""
     while (yield from reader.pieces_until(value_end, call_end)) == call_end:
         start = reader.position
         yield from reader.space()
@@ -120,7 +122,8 @@ def _qwen_members(reader: BlockReader, arguments: CallArguments) -> Pieces[None]
 
 
 def _qwen_value(reader: BlockReader) -> Pieces[str]:
-    """Read a value and return the next tag; the value's end tag counts only before that tag."""
+    """Yield the text of an argument, and return the tag after it. A value's end tag inside the text
+    counts only if another tag of the call follows it."""
     lines = yield from reader.take("\n")
     while True:
         end = yield from reader.pieces_until(*(_ENDS_ON_LINES if lines else _VALUE_ENDS))
@@ -139,7 +142,8 @@ def _qwen_value(reader: BlockReader) -> Pieces[str]:
 
 
 def _qwen_family(name: str, begin: str, end: str, matches: Callable[[str], bool]) -> ToolFamily:
-    """Return a family with calls between two tags, the first of which a model may omit."""
+    """Return a family that writes each call between the tags `begin` and `end`; a model may omit
+    `begin`."""
 
     def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         if opener != _FUNCTION:
@@ -201,7 +205,8 @@ def _k3_members(reader: BlockReader) -> Pieces[None]:
 
 
 def _k3_value(reader: BlockReader) -> Pieces[None]:
-    """Read a value; its end tag counts only before another tag."""
+    """Yield the text of an argument up to its end tag. An end tag inside the text counts only if
+    another tag of the call follows it."""
     while True:
         end = yield from reader.pieces_until(_K3_ARGUMENT_END)
         start = reader.position
@@ -254,7 +259,8 @@ def _m3_members(
 def _m3_value(
     reader: BlockReader, arguments: CallArguments, head: str, key: str, depth: int
 ) -> Pieces[None]:
-    """Read a value after its tag; `head` is yielded before it."""
+    """Read the value of an argument, whose begin tag is already read, and yield it as JSON after
+    `head`."""
     end = f"{_M3_MARK}</{key}>"
     first = (yield from _m3_element(reader)) if arguments.may_contain(key) else ""
     if not first:
@@ -283,7 +289,7 @@ def _m3_value(
 
 
 def _m3_element(reader: BlockReader) -> Reading[str]:
-    """Return the name of the element that begins here, without reading it; empty for a text."""
+    """Return the name of the tag that comes next, without reading it; "" if text comes next."""
     start = reader.position
     name = ""
     if (yield from reader.take_after_space(f"{_M3_MARK}<")):

@@ -1,5 +1,5 @@
 """Tokenizer workers: processes that render chat templates, tokenize prompts and compile grammars,
-so that none of these blocks the gateway."""
+so that this work does not block the gateway's event loop."""
 
 from pdserve.text.workers.constraints import prepare_constraints
 from pdserve.text.workers.messages import WorkerLimits

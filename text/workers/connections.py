@@ -1,4 +1,5 @@
-"""The gateway's connections to the fork server of a model and its tokenizer workers."""
+"""The gateway's side of the connections to a model's fork server process and to its tokenizer
+worker processes."""
 
 import asyncio
 import json
@@ -38,8 +39,9 @@ TOO_LONG = {
 
 
 class MessageStream(asyncio.Protocol):
-    """Sends and receives messages over one end of a socket pair; one caller receives at a time.
-    Reading pauses above MAX_UNREAD messages or MAX_UNREAD_BYTES while no caller receives."""
+    """Sends and receives messages over one end of a socket pair. Only one caller may wait for a
+    message at a time. While none does, it stops reading above MAX_UNREAD messages or
+    MAX_UNREAD_BYTES."""
 
     def __init__(self) -> None:
         self._reader = MessageReader()
@@ -56,24 +58,25 @@ class MessageStream(asyncio.Protocol):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the peer has closed the stream or sent an invalid message."""
+        """Whether the stream has ended, because the other process closed it or sent an invalid
+        message."""
         return bool(self._end_reason)
 
     @property
     def num_unread(self) -> int:
-        """Number of messages that no caller has received."""
+        """Number of messages that have arrived and that no caller has received yet."""
         return len(self._messages)
 
     def send(self, message: WorkerMessage) -> None:
-        """Send a message; buffers without limit, since the sender waits for each answer. Raises
-        OSError if the peer has closed the stream."""
+        """Send a message to the other process. Buffers it without limit, since senders wait for an
+        answer before the next message. Raises OSError if the stream has ended."""
         if self._end_reason:
             raise ConnectionResetError(self._end_reason)
         assert self._transport is not None
         self._transport.write(pack(message))
 
     async def receive(self) -> WorkerMessage:
-        """Return the next message. Raises OSError if the stream is closed or it is invalid."""
+        """Wait for the next message and return it. Raises OSError if the stream has ended."""
         assert self._receiving is None or self._receiving.done(), (
             "another caller is already receiving"
         )
@@ -127,7 +130,8 @@ class MessageStream(asyncio.Protocol):
 
 
 class TokenizerWorker:
-    """The gateway's handle of a process that prepares prompts or compiles grammars."""
+    """The gateway's handle of a tokenizer worker, a process that prepares prompts or compiles
+    grammars."""
 
     def __init__(self, stream: MessageStream) -> None:
         self.stream = stream
@@ -135,12 +139,14 @@ class TokenizerWorker:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the worker can take no more work."""
+        """Whether the worker process has ended or closed its connection, so that it can take no
+        more work."""
         return self.exit_code.done() or self.stream.is_closed
 
     async def request(self, message: WorkerMessage, limit_s: float) -> WorkerMessage:
-        """Send a message and return the answer. Raises TextError if the work cannot be done,
-        ServiceError if it may succeed later."""
+        """Send work to the worker and return its answer. Raises TextError if the worker ended
+        because of this work, ServiceError UNAVAILABLE if it did not answer within `limit_s`
+        seconds."""
         try:
             if self.stream.num_unread:
                 raise OSError("the tokenizer worker sent an unexpected message")
@@ -166,7 +172,8 @@ class TokenizerWorker:
 
 
 class ForkServer:
-    """The gateway's handle of a fork server (fork_server.py), before or after it has a model."""
+    """The gateway's handle of a fork server process (fork_server.py), with a model or still without
+    one."""
 
     def __init__(self, process: Process, control: socket.socket, stream: MessageStream) -> None:
         self.control = control
@@ -175,7 +182,7 @@ class ForkServer:
 
     @classmethod
     async def start(cls, limits: WorkerLimits, log_format: str) -> "ForkServer":
-        """Start a process. Raises OSError if the machine cannot start one."""
+        """Start a fork server process. Raises OSError if the system cannot start one."""
         with ExitStack() as cleanup:
             parent_sock, child_sock = map(cleanup.enter_context, socket.socketpair())
             stream = await MessageStream.over(parent_sock.dup())
@@ -194,7 +201,8 @@ class ForkServer:
         return cls(process, parent_sock, stream)
 
     def fork(self) -> socket.socket:
-        """Request a new worker and return its socket. Raises OSError if that fails."""
+        """Tell the process to fork a new tokenizer worker; return the gateway's end of the worker's
+        socket. Raises OSError if the process cannot be reached."""
         parent_sock, child_sock = socket.socketpair()
         with child_sock:
             try:
@@ -205,10 +213,11 @@ class ForkServer:
         return parent_sock
 
     async def load(self, message: WorkerMessage, limit_s: float) -> WorkerMessage:
-        """Send a model's files and return the answer.
+        """Send a model's files to the process and return its answer, which describes the tokenizer.
 
-        Raises UnsupportedTokenizer if the files are unusable, kill the process or take longer than
-        `limit_s`; ServiceError UNAVAILABLE if the process ended before it received them.
+        Raises UnsupportedTokenizer if the files are unusable, or if the process ends or takes
+        longer than `limit_s` seconds after it received them; ServiceError UNAVAILABLE if it did not
+        receive them.
         """
         is_received = False
         try:
@@ -220,13 +229,15 @@ class ForkServer:
         except OSError:  # includes TimeoutError
             if not is_received:
                 raise no_worker_error() from None
-            raise UnsupportedTokenizer("its files need too much time or memory") from None
+            raise UnsupportedTokenizer(
+                "loading its tokenizer takes too much time or memory"
+            ) from None
         if "error" in answer.head:
             raise UnsupportedTokenizer(answer.head["error"])
         return answer
 
     def kill(self) -> None:
-        """Kill the process; its workers end with it."""
+        """Kill the process; the workers that it has forked end with it."""
         with suppress(ProcessLookupError):
             self._process.kill()
 

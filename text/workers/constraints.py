@@ -1,4 +1,5 @@
-"""Prepares an answer's constraints (bad words, grammar, thinking budget) in tokenizer workers."""
+"""Prepares the constraints of an answer (bad words, grammar, thinking budget) with the help of
+tokenizer workers."""
 
 from pdserve.text.constraints import Constraints, check_structure, constraints_of, texts_of
 from pdserve.text.request import RequestedSampling
@@ -8,8 +9,9 @@ from pdserve.text.workers.pool import LoadedTokenizer
 async def prepare_constraints(
     requested: RequestedSampling, text: LoadedTokenizer, owner: bytes
 ) -> Constraints:
-    """Tokenize the texts and compile the grammar of a request's constraints. Raises TextError that
-    names the field; ServiceError UNAVAILABLE."""
+    """Tokenize the texts in a request's constraints and compile its grammar. Raises TextError,
+    which names the request's field, if one is invalid; ServiceError UNAVAILABLE if no worker is
+    available in time."""
     structure = requested.structure
     if structure is not None:
         check_structure(requested, structure)

@@ -1,9 +1,10 @@
-"""The fork server of one model: loads its tokenizer and template, and forks tokenizer workers.
+"""The fork server process of one model: it loads the model's tokenizer and chat template, and forks
+tokenizer workers, which share the loaded memory.
 
-A model's files are untrusted: one operation (a regular expression, a comparison of nested lists)
-can exhaust memory or never end. They are used only here, under limits that the kernel enforces: a
-timer's signal kills a worker that exceeds a time limit. Workers share the loaded memory. Messages
-are handled one at a time, so a process has one thread.
+A model's files are untrusted: a single operation (a regular expression, a comparison of nested
+lists) can exhaust the memory or never end. The files are therefore used only in these processes,
+under limits that the kernel enforces: the signal of a timer kills a worker that exceeds a time
+limit. A process handles one message at a time and has one thread.
 """
 
 import gc
@@ -49,8 +50,8 @@ MAX_FILES = 256  # open files: a few, and one per worker
 
 
 def main() -> None:
-    """Run the process until the gateway closes the socket or dies. Arguments: the socket's
-    descriptor, WorkerLimits as JSON, and the format of log lines."""
+    """Run the fork server until the gateway closes the socket or ends. Command-line arguments: the
+    file descriptor of the socket, WorkerLimits as JSON, and the format of log lines."""
     show_as("tokenizer")
     configure_logging("tokenizer", log_format=sys.argv[3])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -61,8 +62,8 @@ def main() -> None:
 
 
 def _probe(model: TextModel, limits: WorkerLimits) -> None:
-    """Probe the template in a child under the limits of a prompt. A template that exceeds them
-    gets default capabilities, and its prompts fail."""
+    """Find out in a child process what the chat template can render, under the limits of a prompt.
+    If the template exceeds them, it gets default capabilities, and its prompts will fail."""
     if model.template is None:
         return
     read_fd, write_fd = os.pipe()
@@ -83,7 +84,8 @@ def _probe(model: TextModel, limits: WorkerLimits) -> None:
 
 
 def _description(model: TextModel) -> WorkerMessage:
-    """Return the message from which the gateway builds LoadedTokenizer."""
+    """Return the message that describes the loaded model to the gateway, which builds a
+    LoadedTokenizer from it."""
     tokens = map(model.tokenizer.token_name, range(model.tokenizer.model_info.vocab_size))
     head = {
         "decoder": model.tokenizer.decoder,
@@ -97,7 +99,8 @@ def _description(model: TextModel) -> WorkerMessage:
 
 
 def _serve(control: socket.socket, limits: WorkerLimits) -> None:
-    """Load the model of the first message, then serve forks. Raises ConnectionError."""
+    """Receive a model's files and load them, answer with a description or an error, then fork
+    workers on demand. Raises ConnectionError if the gateway has ended."""
     request = _receive(control)
     if request is None:
         return
@@ -125,7 +128,8 @@ def _serve(control: socket.socket, limits: WorkerLimits) -> None:
 
 
 def _serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -> None:
-    """Fork a worker for each received socket, and report how it ends. Raises ConnectionError."""
+    """Fork a tokenizer worker for each socket that the gateway sends, and report the exit code of
+    each worker that ends. Raises ConnectionError if the gateway has ended."""
     parent_pid = os.getpid()
     running: dict[int, int] = {}  # pidfd: pid
     while True:
@@ -155,7 +159,8 @@ def _serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) 
 
 
 def work(sock: socket.socket, model: TextModel, limits: WorkerLimits) -> None:
-    """Answer messages until the gateway closes the socket or this worker cannot continue."""
+    """Run a tokenizer worker: answer messages until the gateway closes the socket, or until an
+    error after which this process should not continue, such as a lack of memory."""
     _bound_memory(limits.prompt_bytes)
     while (request := _receive(sock)) is not None:
         _set_timer(LATE_SIGNAL, limits.late_s)
@@ -181,7 +186,8 @@ def work(sock: socket.socket, model: TextModel, limits: WorkerLimits) -> None:
 
 
 def _answer(request: WorkerMessage, model: TextModel, limits: WorkerLimits) -> WorkerMessage:
-    """Do the work of one message. Raises TextError."""
+    """Do the work of one message (a grammar, texts or a prompt) and return the answer. Raises
+    TextError if the work cannot be done."""
     head = request.head
     if head["op"] == "grammar":
         if not model.has_loaded_grammars:  # loading does not count toward a grammar's limits
@@ -200,7 +206,8 @@ def _answer(request: WorkerMessage, model: TextModel, limits: WorkerLimits) -> W
 
 
 def _prompt(request: WorkerMessage, model: TextModel, limits: WorkerLimits) -> list[int]:
-    """Return the token ids of a prompt. Raises TextError."""
+    """Render (for a chat) and tokenize the prompt of a message; return its token ids. Raises
+    TextError if it is invalid or, as rendered, too long."""
     head = request.head
     if head["op"] == "text":
         _set_timer(PROMPT_SIGNAL, limits.prompt_s)
@@ -222,7 +229,7 @@ def _prompt(request: WorkerMessage, model: TextModel, limits: WorkerLimits) -> l
 
 
 def _receive(sock: socket.socket) -> WorkerMessage | None:
-    """Return the next message, or None at the end of the stream."""
+    """Wait for the next message and return it; None if the other end has closed the socket."""
     with suppress(EOFError, ConnectionError):
         head = head_of(_take(sock, size_of(_take(sock, SIZE_BYTES))))
         return WorkerMessage(head, [_take(sock, size) for size in head["sizes"]])
@@ -248,7 +255,8 @@ _TIMERS = {
 
 
 def _set_timer(number: signal.Signals, seconds: float) -> None:
-    """Have the kernel send this signal after `seconds`; 0 disables the timer."""
+    """Let the kernel send a signal to this process after `seconds` of the time that the signal's
+    timer measures (CPU or wall time); 0 disables the timer."""
     signal.setitimer(_TIMERS[number], seconds)
 
 

@@ -1,6 +1,6 @@
-"""The messages between the gateway and a tokenizer worker or its fork server.
+"""The format of the messages between the gateway and a tokenizer worker or a fork server.
 
-A message is a JSON object followed by byte strings (parts):
+A message is a JSON object (its head), followed by byte strings (its parts):
 
     4   size of the JSON object in bytes, little-endian
     ... the JSON object; "sizes" lists the sizes of the parts that follow
@@ -46,12 +46,12 @@ def pack(message: WorkerMessage) -> bytes:
 
 
 def size_of(data: bytes) -> int:
-    """Decode the SIZE_BYTES before a JSON object to its size in bytes."""
+    """Decode the first SIZE_BYTES of a message: the size of its head in bytes."""
     return int(_SIZE.unpack(data)[0])
 
 
 def head_of(data: bytes) -> dict[str, Any]:
-    """Decode the JSON object of a message. Raises ValueError if it is not a JSON object."""
+    """Decode the head of a message. Raises ValueError if it is not a JSON object."""
     head = json.loads(data.decode("utf-8", "surrogatepass"))
     if not isinstance(head, dict):
         raise ValueError("the head of the message is not a JSON object")
@@ -59,18 +59,21 @@ def head_of(data: bytes) -> dict[str, Any]:
 
 
 def part_sizes(head: Mapping[str, Any]) -> list[int]:
-    """Return the sizes of the parts after a head. Raises ValueError if they are missing, or exceed
-    MAX_PARTS or MAX_BYTES."""
+    """Return the sizes of a message's parts in bytes, as its head lists them. Raises ValueError if
+    they are missing, or if the parts exceed MAX_PARTS or MAX_BYTES."""
     sizes = head.get("sizes")
     if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError("the head of the message lacks the sizes of its parts")
     if len(sizes) > MAX_PARTS or sum(sizes) > MAX_BYTES:
-        raise ValueError(f"the message is too large: {len(sizes)} parts of {sum(sizes)} bytes")
+        raise ValueError(
+            f"the message has {len(sizes)} parts of {sum(sizes)} bytes in total; "
+            f"the limits are {MAX_PARTS} and {MAX_BYTES}"
+        )
     return sizes
 
 
 class MessageReader:
-    """Assembles messages from received bytes."""
+    """Assembles messages from bytes that arrive in pieces."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -79,12 +82,12 @@ class MessageReader:
 
     @property
     def num_unread(self) -> int:
-        """Number of buffered bytes of an incomplete message."""
+        """Number of buffered bytes of a message that is not complete yet."""
         return len(self._data)
 
     def feed(self, data: bytes) -> list[WorkerMessage]:
-        """Add bytes and return the messages that they complete. Raises ValueError or RecursionError
-        if the bytes are not a message or it is too large."""
+        """Add received bytes and return the messages that are complete with them. Raises ValueError
+        or RecursionError if the bytes are not a message or the message is too large."""
         self._data += data
         messages = []
         while (message := self._next()) is not None:
@@ -97,7 +100,9 @@ class MessageReader:
                 return None
             size = size_of(bytes(self._data[:SIZE_BYTES]))
             if size > MAX_HEAD_BYTES:
-                raise ValueError(f"the head of the message is too large: {size} bytes")
+                raise ValueError(
+                    f"the head of the message has {size} bytes; the limit is {MAX_HEAD_BYTES}"
+                )
             if len(self._data) < SIZE_BYTES + size:
                 return None
             head = head_of(self._take(SIZE_BYTES + size)[SIZE_BYTES:])
@@ -115,55 +120,58 @@ class MessageReader:
 
 
 def subject(message: WorkerMessage) -> str:
-    """Return the kind of work of a message, for error texts."""
+    """Return what a message is about, "prompt" or "grammar", for error texts."""
     return "grammar" if message.head["op"] == "grammar" else "prompt"
 
 
 def result_of(answer: WorkerMessage, max_bytes: int) -> bytes:
-    """Return the only part of an answer. Raises TextError if the answer is an error, ValueError if
-    it is malformed or too large."""
+    """Return the one part of a worker's answer. Raises TextError if the answer reports an error,
+    ValueError if the answer is malformed or its part has more than `max_bytes`."""
     if "error" in answer.head:
         texts = [answer.head["error"], answer.head.get("param", "")]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError("the error text is not a string")
+            raise ValueError("the error text in the answer is not a string")
         if "num_tokens" in answer.head:
             num_tokens = answer.head["num_tokens"]
             if type(num_tokens) is not int or num_tokens < 1:
-                raise ValueError("num_tokens of the answer is not a positive integer")
+                raise ValueError("the number of tokens in the answer is not a positive integer")
             raise TooLong(cut(texts[0], MAX_QUOTED), num_tokens)
         raise TextError(*(cut(text, MAX_QUOTED) for text in texts))
     if len(answer.parts) != 1:
         raise ValueError(f"the answer has {len(answer.parts)} parts instead of one")
     if len(answer.parts[0]) > max_bytes:
-        raise ValueError(f"the answer is too large: {len(answer.parts[0])} bytes")
+        raise ValueError(f"the answer has {len(answer.parts[0])} bytes; the limit is {max_bytes}")
     return answer.parts[0]
 
 
 def with_ids(sequences: Sequence[Sequence[int]]) -> WorkerMessage:
-    """Build an answer with sequences of token ids."""
+    """Build an answer that contains sequences of token ids."""
     ids = array("I", chain.from_iterable(sequences))
     return WorkerMessage({"lengths": list(map(len, sequences))}, [ids.tobytes()])
 
 
 def ids_of(answer: WorkerMessage, count: int, max_len: int) -> list[list[int]]:
-    """Decode `count` sequences of at most `max_len` token ids in total.
+    """Decode an answer's `count` sequences of token ids, which may have at most `max_len` ids
+    together.
 
-    Raises TextError, ValueError as `result_of` does.
+    Raises TextError if the answer reports an error, ValueError if it is malformed or has too many
+    ids.
     """
     piece = result_of(answer, max_len * ID_BYTES)
     lengths = answer.head.get("lengths")
     if not isinstance(lengths, list) or not all(type(n) is int and n >= 0 for n in lengths):
         raise ValueError("the answer lacks the lengths of its sequences")
     if len(lengths) != count or sum(lengths) * ID_BYTES != len(piece):
-        raise ValueError("the number of token ids in the answer is wrong")
+        raise ValueError("the answer has too few or too many sequences or token ids")
     ids = iter(memoryview(piece).cast("I"))
     return [list(islice(ids, length)) for length in lengths]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """Limits of loading a model's files and of working with them. Bytes are in addition to the
-    memory used before."""
+    """Limits of loading a model's files (`load_*`) and of each piece of work with them. Limits in
+    bytes count what is allocated beyond the memory already in use; those in seconds are noted
+    below."""
 
     load_s: float  # wall time
     load_bytes: int

@@ -1,8 +1,8 @@
-"""The tokenizer workers of each model, and a spare fork server for the next model.
+"""The tokenizer workers of each model, and a spare fork server process for the next model.
 
-Ownership: `TokenizerPool` owns the spare fork server, each `TokenizerWorkers` the fork server of
-its model, and that process its workers. A worker does one piece of work at a time; a dead or late
-worker is replaced.
+Ownership: `TokenizerPool` owns the spare fork server, each `TokenizerWorkers` owns the fork server
+of its model, and that process owns its workers. A worker does one piece of work at a time; a worker
+that has died or is late is replaced.
 """
 
 import asyncio
@@ -45,13 +45,15 @@ T = TypeVar("T")
 
 
 class WorkerQueue:
-    """Lends workers to requests, one request per worker at a time; owners take turns."""
+    """Gives tokenizer workers to requests, one request per worker at a time. If all are busy,
+    requests wait, and the owners (tenants) of the waiting requests take turns."""
 
     def __init__(
         self, fork: Callable[["WorkerQueue"], None], max_workers: int, wait_s: float
     ) -> None:
-        """Lend up to `max_workers`; a request waits up to `wait_s` for one. `fork` starts a worker
-        that is later passed to `offer`, or raises OSError."""
+        """Use up to `max_workers` workers; a request waits up to `wait_s` seconds for one. `fork`
+        begins to start a worker, which is passed to `offer` when it runs; it raises OSError if that
+        is not possible."""
         self._fork = fork
         self._max_workers = max_workers
         self._free = max_workers  # number of workers that may still be started
@@ -60,7 +62,8 @@ class WorkerQueue:
         self._waiting: FairQueue[asyncio.Future[TokenizerWorker]] = FairQueue()
 
     async def take(self, owner: bytes) -> TokenizerWorker:
-        """Wait for an idle worker. Raises ServiceError UNAVAILABLE if there is none in time."""
+        """Wait for an idle worker and return it. Raises ServiceError UNAVAILABLE if none is idle
+        within the time limit."""
         while self._idle:
             if not (worker := self._idle.pop()).has_ended:
                 return worker
@@ -82,7 +85,8 @@ class WorkerQueue:
             raise late_error() from None
 
     def offer(self, worker: TokenizerWorker) -> None:
-        """Add an idle worker, or replace it if it has ended."""
+        """Give an idle worker to the next waiting request, or keep it. A worker that has ended is
+        replaced."""
         if worker.has_ended:
             self.replace()
             return
@@ -94,14 +98,14 @@ class WorkerQueue:
         self._idle.append(worker)
 
     def replace(self) -> None:
-        """Account for an ended worker, and start another if requests wait."""
+        """Record that a worker has ended, and start another one if requests wait."""
         self._free += 1
         if self._waiting:
             self._start()
 
     def _start(self) -> None:
-        """Start a worker. On failure, the running workers serve the waiting requests; if none runs,
-        these fail."""
+        """Start another worker. If that fails, waiting requests are left to the running workers; if
+        none runs, the requests fail."""
         try:
             self._fork(self)
         except OSError as error:
@@ -112,7 +116,7 @@ class WorkerQueue:
             self._free -= 1
 
     def fail(self, make_error: Callable[[], ServiceError]) -> None:
-        """Fail all waiting requests with the error that `make_error` returns."""
+        """Fail all waiting requests, each with an error that `make_error` returns."""
         while self._waiting:
             waiting = self._waiting.pop()
             if not waiting.done():
@@ -120,13 +124,13 @@ class WorkerQueue:
 
 
 class TokenizerWorkers:
-    """The workers of one model, which tokenize its prompts and compile its grammars."""
+    """The tokenizer workers of one model, which tokenize its prompts and compile its grammars."""
 
     def __init__(
         self, fork_server: ForkServer, max_workers: int, limit_s: float, wait_s: float, spent: Spent
     ) -> None:
-        """Use up to `max_workers` for prompts and one worker for grammars. Work waits up to
-        `wait_s` for a worker and may take `limit_s` in it. `spent`: called with the owner and the
+        """Use up to `max_workers` workers for prompts, and one for grammars. Work waits up to
+        `wait_s` seconds for a worker, and then may take `limit_s`. `spent` gets the owner and the
         seconds of each piece of work."""
         self.alive = True
         self._fork_server = fork_server
@@ -141,7 +145,9 @@ class TokenizerWorkers:
         self._listening = asyncio.create_task(self._listen(), name="tokenizer workers")
 
     async def chat_ids(self, owner: bytes, request: TemplateInput, *, max_len: int) -> list[int]:
-        """Render a conversation and return its token ids. Raises as `_ids` does."""
+        """Render a conversation with the model's chat template and return the prompt's token ids,
+        at most `max_len`. Raises TextError if it is invalid or too long; ServiceError UNAVAILABLE
+        if no worker is available in time."""
         conversation = {field.name: getattr(request, field.name) for field in fields(request)}
         head = {"op": "chat", "conversation": conversation, "max_len": max_len}
         return (await self._ids(owner, WorkerMessage(head), 1, max_len))[0]
@@ -155,8 +161,9 @@ class TokenizerWorkers:
         max_len: int,
         parse_special: bool = True,
     ) -> list[int]:
-        """Return the token ids of a text. Raises as `_ids` does. Without `parse_special`, the text
-        of special tokens is plain text."""
+        """Convert a text to at most `max_len` token ids. With `parse_special`, the texts of special
+        tokens become these tokens. Raises TextError if the text is invalid or too long;
+        ServiceError UNAVAILABLE if no worker is available in time."""
         head = {
             "op": "text",
             "add_special_tokens": add_special_tokens,
@@ -167,15 +174,17 @@ class TokenizerWorkers:
         return (await self._ids(owner, message, 1, max_len))[0]
 
     async def sequences(self, owner: bytes, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each text as a continuation of other text, with special tokens
-        parsed. Raises as `_ids` does."""
+        """Convert each of several texts to token ids, as text that follows other text; texts of
+        special tokens become these tokens. Raises TextError if a text is invalid; ServiceError
+        UNAVAILABLE if no worker is available in time."""
         head = {"op": "sequences", "texts": list(texts)}
         max_ids = MAX_CHAR_IDS * sum(map(len, texts))
         return await self._ids(owner, WorkerMessage(head), len(texts), max_ids)
 
     async def grammar(self, owner: bytes, structure: Structure) -> str:
-        """Compile a structure to Grammar.source; results are cached. Raises TextError that names
-        the structure's field; ServiceError UNAVAILABLE."""
+        """Compile a structure to the text of Grammar.source (protos/common.proto); results are
+        cached. Raises TextError, which names the request's field, if it does not compile;
+        ServiceError UNAVAILABLE if no worker is available in time."""
         data = structure.encoded()
         key = hashlib.sha256(data).digest()
         compiled = self._compiled.get(key, self._now())
@@ -220,8 +229,10 @@ class TokenizerWorkers:
     async def _ids(
         self, owner: bytes, message: WorkerMessage, count: int, max_len: int
     ) -> list[list[int]]:
-        """Return `count` sequences of token ids; owners take turns. Raises TextError, also for more
-        than `max_len` ids or, from a template, characters; ServiceError UNAVAILABLE."""
+        """Send work to a prompt worker and return the `count` sequences of token ids in its answer;
+        owners take turns. Raises TextError if the work cannot be done or gives more than `max_len`
+        ids (for a chat, also characters); ServiceError UNAVAILABLE if no worker is available in
+        time."""
         worker = await self._take(owner, self._prompts)
         return await self._finish(
             self._request(
@@ -239,7 +250,8 @@ class TokenizerWorkers:
         return await queue.take(owner)
 
     async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await the work; it continues if the client disconnects, because its worker is busy."""
+        """Run work in a separate task and wait for it. If the client disconnects, the task
+        continues, because its worker stays busy until the answer comes."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -251,7 +263,7 @@ class TokenizerWorkers:
             task.exception()  # retrieve it, or asyncio logs it if the client has disconnected
 
     async def close(self) -> None:
-        """End the workers and fail the prompts and grammars in progress."""
+        """End the workers and their fork server; prompts and grammars in progress fail."""
         self.alive = False
         self._listening.cancel()
         for worker in self._workers.values():
@@ -269,8 +281,8 @@ class TokenizerWorkers:
         message: WorkerMessage,
         read: Callable[[WorkerMessage], T],
     ) -> T:
-        """Send the message to the worker and return `read(answer)`. `read` raises ValueError if the
-        answer is malformed; the worker is then replaced."""
+        """Send work to a worker, return `read(answer)`, and give the worker back. `read` raises
+        ValueError if the answer is malformed; the worker is then replaced."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         is_reusable = False
@@ -297,11 +309,13 @@ class TokenizerWorkers:
                 queue.replace()
 
     def _fork(self, queue: WorkerQueue) -> None:
-        """Request a worker. Raises OSError if that fails."""
+        """Tell the fork server to start a worker for a queue. Raises OSError if it cannot be
+        reached."""
         self._starting.append((self._fork_server.fork(), queue))
 
     async def _listen(self) -> None:
-        """Handle the start and exit of workers until the fork server ends."""
+        """Receive the fork server's reports of workers that have started or ended, until it
+        ends."""
         try:
             while True:
                 head = (await self._fork_server.stream.receive()).head
@@ -327,7 +341,7 @@ class TokenizerWorkers:
 
 
 class LoadedTokenizer(NamedTuple):
-    """A model's tokenizer workers, and what they have read from its files."""
+    """The tokenizer workers of a model, and the facts that they have read from its files."""
 
     workers: TokenizerWorkers
     vocabulary: Vocabulary
@@ -338,8 +352,8 @@ class LoadedTokenizer(NamedTuple):
 
 
 class TokenizerPool:
-    """Starts the fork server and the workers of each model. `prepare` starts a fork server before
-    its model is known, because imports are slow."""
+    """Starts a fork server and tokenizer workers for each model. `prepare` starts a fork server
+    process before its model is known, because its imports take long."""
 
     def __init__(
         self,
@@ -349,8 +363,8 @@ class TokenizerPool:
         wait_s: float = WAIT_S,
         log_format: str = "text",
     ) -> None:
-        """Use up to `num_workers` workers for prompts per model. `spent` receives the owner and the
-        seconds of each piece of work; `wait_s` bounds the wait for a worker."""
+        """Use up to `num_workers` workers for the prompts of each model. `spent` gets the owner and
+        the seconds of each piece of work; work waits up to `wait_s` seconds for a worker."""
         self._limits = limits
         self._spent = spent
         self._num_workers = num_workers
@@ -359,13 +373,14 @@ class TokenizerPool:
         self._spare: asyncio.Task[ForkServer] | None = None
 
     def prepare(self) -> None:
-        """Start a fork server for the next `load` unless there is a spare one."""
+        """Start a spare fork server for the next `load`, unless there is one already."""
         if self._spare is None:
             self._spare = asyncio.create_task(ForkServer.start(self._limits, self._log_format))
 
     async def load(self, model_info: TextModelInfo, files: Mapping[str, bytes]) -> LoadedTokenizer:
-        """Load tokenizer, template and generation defaults of a model. Raises UnsupportedTokenizer;
-        ServiceError UNAVAILABLE if no process can be started."""
+        """Load a model's tokenizer, chat template and generation defaults from its files in the
+        spare fork server. Raises UnsupportedTokenizer if the files are unusable; ServiceError
+        UNAVAILABLE if no process can be started."""
         self.prepare()
         assert self._spare is not None
         spare, self._spare = self._spare, None
@@ -399,7 +414,7 @@ class TokenizerPool:
         )
 
     async def close(self) -> None:
-        """End the spare fork server."""
+        """End the spare fork server, if there is one."""
         if self._spare is not None:
             with suppress(OSError):
                 await (await self._spare).close()
