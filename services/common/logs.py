@@ -20,8 +20,8 @@ ROTATE_BYTES = 1 << 20  # size at which a kept log file rotates
 
 
 class LineFormatter(logging.Formatter):
-    """Formats a log record as text: `12:00:01.123 INFO    router  message  request=...`. The request id
-    comes from extra={"request": id}."""
+    """Formats a log record as text: `12:00:01.123 INFO    router  message  request=...`. The
+    request id comes from extra={"request": id}."""
 
     def __init__(self, component: str) -> None:
         super().__init__("%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s", "%H:%M:%S")

@@ -1,4 +1,4 @@
-"""A worker's Prometheus metrics, made from its last reported load."""
+"""A worker's Prometheus metrics, made from the worker's last load report."""
 
 from collections.abc import Iterator
 
@@ -55,7 +55,8 @@ TRANSPORT_COUNTERS = (
 
 
 class WorkerMetrics:
-    """A collector. The loop replaces `load` as a whole; the metrics thread reads it."""
+    """A Prometheus collector of one worker's metrics. The event loop replaces `load` as a whole;
+    the metrics thread reads it."""
 
     def __init__(self, hello: WorkerHello) -> None:
         self.load = Load()
