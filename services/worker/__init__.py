@@ -1,2 +1,1 @@
-"""What prefill and decode workers have in common: process, registration with routers, load reports.
-"""
+"""What prefill and decode workers have in common: process, registration with routers, reports."""

@@ -1,7 +1,7 @@
 """Registers a worker with routers by a Fleet.Join stream (a lease) to each router, or to the first
 `join_routers` of them in rendezvous order.
 
-Leases run on threads of their own, so that a worker with a busy event loop or engine does not look
+Leases run on threads besides the event loop, so that a worker with a busy event loop or engine does not look
 dead. Every method may be called from any thread. A lease sends the worker's description (hello),
 then the hashes in its prefix cache, then changes of the cache, load reports and heartbeats.
 
