@@ -1,9 +1,10 @@
 """Registers a worker with routers by a Fleet.Join stream (a lease) to each router, or to the first
 `join_routers` of them in rendezvous order.
 
-Leases run on threads besides the event loop, so that a worker with a busy event loop or engine does not look
-dead. Every method may be called from any thread. A lease sends the worker's description (hello),
-then the hashes in its prefix cache, then changes of the cache, load reports and heartbeats.
+Leases run on threads besides the event loop, so that a worker whose event loop or engine is busy
+does not look dead. Every method may be called from any thread. A lease sends the worker's
+description (hello), then the hashes in its prefix cache, then changes of the cache, load reports
+and heartbeats.
 
 With `join_routers`, a router that refuses this worker, or has not accepted it for ABSENT_S, is
 retried but does not count, so the next router in the order is joined too. Once enough of the first
