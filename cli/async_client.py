@@ -113,7 +113,7 @@ class _Connection(asyncio.Protocol):
             return
         self._num_bytes += len(piece)
         if self._num_bytes > MAX_ANSWER_BYTES:
-            self._fail("the response is too large")
+            self._fail(f"the response is larger than {MAX_ANSWER_BYTES >> 20} MiB")
         self._pieces.append(piece)
 
     def on_message_complete(self) -> None:
@@ -194,7 +194,9 @@ class AsyncApi:
                         if not reused or connection.has_response_data:
                             raise
         except TimeoutError:
-            raise ApiError(f"no response within {self._timeout_s:g} s", 408, BROKEN) from None
+            raise ApiError(
+                f"{self.url} sent no complete response within {self._timeout_s:g} s", 408, BROKEN
+            ) from None
         if connection.usable:
             self._idle.append(connection)
         return response

@@ -194,7 +194,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     options = settings.build(BenchSettings)
     if options.rate and settings.values["concurrency"].given:
         raise OptionError(
-            "--rate and --concurrency contradict each other: a load is an open or a closed loop"
+            "--rate and --concurrency exclude each other: the load is an open or a closed loop"
         )
     try:
         slo = parse_slo(options.slo)

@@ -66,7 +66,7 @@ def request_of(line: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[st
     if "body" in line:
         body, url = line["body"], line.get("url", CHAT)
         if not isinstance(body, dict):
-            raise BadLine("body must be an object")
+            raise BadLine("body must be a JSON object")
         if url not in URLS:
             raise BadLine(f"url must be one of {', '.join(URLS)}, not {str(url)[:80]!r}")
     elif "messages" in line or "prompt" in line:
@@ -144,7 +144,9 @@ class ResultFile:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ResultError(f"{self._path}: another run is writing to it") from None
+            raise ResultError(
+                f"{self._path}: another `pdserve complete` is writing to this file"
+            ) from None
 
     def _read(self) -> None:
         """Read the ids of the lines that have a result, and remove an incomplete last line. Raises
@@ -162,7 +164,7 @@ class ResultFile:
                 file.seek(end)
                 if file.read(1) != b"{":
                     raise ResultError(
-                        f"{self._path}: its last line is not a result; choose a new file"
+                        f"{self._path}: its last line is not a result; choose a new output file"
                     )
         if size > end:
             os.ftruncate(self._descriptor, end)
@@ -174,9 +176,13 @@ class ResultFile:
         except (ValueError, KeyError, TypeError):
             custom_id = response = None
         if not isinstance(custom_id, str) or not isinstance(response, dict | None):
-            raise ResultError(f"{self._path}: line {number} is not a result; choose a new file")
+            raise ResultError(
+                f"{self._path}: line {number} is not a result; choose a new output file"
+            )
         if custom_id in self.done:
-            raise ResultError(f"{self._path}: line {number} repeats the id {custom_id!r}")
+            raise ResultError(
+                f"{self._path}: line {number} is another result with the id {custom_id!r}"
+            )
         self.done.add(custom_id)
         self.num_failed += failed(result)
 
@@ -223,7 +229,7 @@ def check_source(source: Path, target: Path) -> None:
             raise BadLine(f"{path} is not a regular file")
     source.open("rb").close()
     if target.exists() and target.samefile(source):
-        raise BadLine(f"{target} is also the input file")
+        raise BadLine(f"the output file {target} is also the input file")
 
 
 def count(source: Path, done: set[str], target: Path) -> int:
@@ -238,7 +244,10 @@ def count(source: Path, done: set[str], target: Path) -> int:
             )
         line_numbers[custom_id] = number
     if unknown_id := next((result_id for result_id in done if result_id not in line_numbers), None):
-        raise BadLine(f"{target} has a result with id {unknown_id!r}, which {source} does not have")
+        raise BadLine(
+            f"{target} has a result with id {unknown_id!r}, which {source} does not have: choose a "
+            "new output file"
+        )
     return len(line_numbers)
 
 
@@ -356,7 +365,7 @@ class FileRun:
                 if error.status == 401 or pause_s is None:
                     raise
             await asyncio.sleep(pause_s)
-        raise AssertionError("the last try has returned or raised")
+        raise AssertionError("unreachable: the last try of a request returns or raises")
 
     def _show(self) -> None:
         self._view.update(self._name, len(self._results.done) / max(1, self._total))

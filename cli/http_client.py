@@ -68,7 +68,9 @@ def bearer(key: str) -> str:
     """Return the value of the Authorization header for an API key. Raises ApiError if the key has
     characters that a header cannot contain."""
     if not (key.isascii() and key.isprintable()):
-        raise ApiError("the key has invalid characters; check --api-key", 400)
+        raise ApiError(
+            "the API key has characters that an HTTP header cannot contain; check --api-key", 400
+        )
     return f"Bearer {key}"
 
 
@@ -178,7 +180,7 @@ class ApiClient:
         except (OSError, http.client.HTTPException) as error:
             raise self._broken(error) from None
         if len(body) > MAX_ANSWER_BYTES:
-            raise ApiError("the response is too large")
+            raise ApiError(f"the response is larger than {MAX_ANSWER_BYTES >> 20} MiB")
         return body
 
     def _broken(self, error: Exception) -> ApiError:

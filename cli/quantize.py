@@ -28,7 +28,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     try:
         # Refuse what can be refused before downloading.
         if target.exists():
-            raise FileExistsError(errno.EEXIST, "the file already exists", str(target))
+            raise FileExistsError(errno.EEXIST, "the output file already exists", str(target))
         model = find(positionals["model"])
         if isinstance(model, HubModel) and model.file is None:
             raise CheckpointError(

@@ -80,7 +80,7 @@ def _worker(settings: Settings, cls: "type[WorkerSettings]", role: Role) -> int:
     check_trust(role_settings, role)
     if role_settings.encrypt_kv and not role_settings.cluster_cert:
         raise OptionError(
-            "--encrypt-kv requires certificates, because its keys are sent between the processes"
+            "--encrypt-kv requires certificates, because the processes send each other its keys"
         )
     # Imports torch, and so comes after limit_threads.
     run = resolve_name(f"pdserve.services.{role}.servicer:run")
@@ -116,7 +116,9 @@ def limit_threads(threads: int) -> None:
         raise OptionError(f"--threads {threads} exceeds the {num_usable} usable cores")
     env_threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads and env_threads and env_threads != str(threads):
-        raise OptionError(f"--threads {threads} contradicts OMP_NUM_THREADS={env_threads}")
+        raise OptionError(
+            f"--threads {threads} contradicts the environment's OMP_NUM_THREADS={env_threads}"
+        )
     take(Share(threads or (int(env_threads) if env_threads.isdecimal() else num_usable)))
 
 

@@ -140,13 +140,13 @@ def options_of(cls: type, skip: Sequence[str] = ()) -> list[Option]:
 
 def _option(item: "Field[Any]", hint: Any) -> Option:
     if get_origin(hint) in (Union, UnionType):
-        raise TypeError(f"option {item.name}: unions are not supported")
+        raise TypeError(f"option {item.name}: the type of its field is a union, not one type")
     repeated = get_origin(hint) is tuple
     kind = get_args(hint)[0] if repeated else hint
     if kind not in _NOUNS:
-        raise TypeError(f"option {item.name}: {kind} is not supported")
+        raise TypeError(f"option {item.name}: fields of type {kind} are not supported")
     if item.default is MISSING:
-        raise TypeError(f"option {item.name} has no default")
+        raise TypeError(f"option {item.name}: its field has no default value")
     meta = item.metadata
     flag = meta.get("flag") or "--" + item.name.replace("_", "-")
     return Option(

@@ -93,9 +93,9 @@ def parse(
     for p in positionals:
         parser.add_argument(p.name, help=p.help, nargs="+" if p.repeated else None)
     general = parser.add_argument_group("general")
-    general.add_argument("-h", "--help", action="help", help="show this help")
+    general.add_argument("-h", "--help", action="help", help="show this help and exit")
     if sections:
-        general.add_argument("--config", metavar="FILE", help="YAML file of options")
+        general.add_argument("--config", metavar="FILE", help="YAML file with values of options")
     seen: set[str] = set()
     for section in sections:
         group = parser.add_argument_group(section.title)

@@ -91,7 +91,7 @@ def reporter(pipe: Connection) -> Callable[[str, dict[str, Any]], None]:
             try:
                 pipe.send_bytes(data)
             except OSError:
-                log.debug("the parent has ended; dropped the report %s", event)
+                log.debug("the parent process has ended; dropped the report %s for it", event)
 
     return report
 

@@ -117,11 +117,18 @@ class System:
         up, values = self._up, self._settings.values
         remote = values["remote_prefill"]
         if up.prefill == 0 and remote.value == "always":
-            raise OptionError("--remote-prefill always contradicts --prefill 0")
+            raise OptionError(
+                "--remote-prefill always contradicts --prefill 0: it needs a prefill worker"
+            )
         if up.cluster_secret and values["encrypt_kv"].value:
-            raise OptionError("--encrypt-kv contradicts --cluster-secret: it needs certificates")
+            raise OptionError(
+                "--encrypt-kv contradicts --cluster-secret: encryption needs certificates, which "
+                "`pdserve up` creates if no secret is set"
+            )
         if len(self._models) > 1 and values["served_name"].value:
-            raise OptionError("--served-name contradicts several --model")
+            raise OptionError(
+                "--served-name contradicts several --model: it is the name of one model"
+            )
         if len(set(self._models)) < len(self._models):
             raise OptionError("--model lists the same model twice")
         try:

@@ -94,7 +94,9 @@ class EndpointSlices:
             versions = {_name(item): _version(item) for item in items}
             slices = {_name(item): _read(item, self._port) for item in items}
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"not a list of EndpointSlices: {error!r}") from error
+            raise ValueError(
+                f"the API server's response is not a list of EndpointSlices: {error!r}"
+            ) from error
         self._listed = self._newest = version
         self._versions, self._slices = versions, slices
 
@@ -112,7 +114,9 @@ class EndpointSlices:
             if kind != "BOOKMARK":
                 self._take_slice(slice_object, version, kind == "DELETED")
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"not an event of an EndpointSlice: {error!r}") from error
+            raise ValueError(
+                f"the API server sent a line that is not an event of an EndpointSlice: {error!r}"
+            ) from error
         self._newest = max(self._newest, version)
         if len(self._versions) - len(self._slices) > MAX_DELETED:
             self.expire()

@@ -33,7 +33,7 @@ class FairQueue(Generic[T]):
         """Remove and return the oldest item of the owner whose turn it is. Raises KeyError if the
         queue is empty."""
         if not self._queues:
-            raise KeyError("the queue is empty")
+            raise KeyError("cannot take an item: the queue is empty")
         owner = next(iter(self._queues))
         queue = self._queues.pop(owner)
         item = queue.popleft()

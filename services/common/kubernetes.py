@@ -128,7 +128,9 @@ def read_lines(response: BufferedIOBase) -> Iterator[Any]:
     ConnectionError if it ends in the middle of a line, ValueError if a line is not JSON."""
     while line := response.readline(MAX_BYTES):
         if not line.endswith(b"\n"):
-            raise ConnectionError("the watch broke off within an event")
+            raise ConnectionError(
+                "the connection to the API server ended in the middle of an event"
+            )
         yield json.loads(line)
 
 
@@ -272,7 +274,11 @@ class EndpointSliceWatch:
         reason = (str(error) if foreseen else repr(error)) or type(error).__name__
         status = getattr(error, "status", 0)
         if isinstance(error, WatchExpired) or status == GONE:
-            log.debug("EndpointSlices of %s: %s; listing again", self._target.service, reason)
+            log.debug(
+                "the watch of the EndpointSlices of %s expired: %s; listing them again",
+                self._target.service,
+                reason,
+            )
             return
         if reason == self._last_failure or self._closed.is_set():
             return

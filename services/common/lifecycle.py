@@ -74,7 +74,11 @@ async def run_until_signal(
         await asyncio.wait((signalled, *watched), return_when=asyncio.FIRST_COMPLETED)
         set_serving(False)
         if signalled.done():
-            log.info("received %s: draining for up to %g s", signalled.result().name, drain_s)
+            log.info(
+                "received %s: draining (finishing work) for at most %g s",
+                signalled.result().name,
+                drain_s,
+            )
             await _drain(drain, drain_s, watched)
         code = 0 if signalled.done() and not _any_raised(watched) else _log_failures(watched)
         await stop(min(grace_s, drain_s))
@@ -96,7 +100,9 @@ async def _drain(
                 pending = [future for future in (draining, *watched) if not future.done()]
                 await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
     except TimeoutError:
-        log.warning("cancelling the work that still runs after %g s", drain_s)
+        log.warning(
+            "the drain did not end within %g s: cancelling the work that still runs", drain_s
+        )
     if not draining.done():
         draining.cancel()
         await asyncio.wait([draining])
@@ -113,7 +119,7 @@ def _any_raised(watched: "tuple[asyncio.Future[Any], ...]") -> bool:
 def _log_failures(watched: "Iterable[asyncio.Future[Any]]") -> int:
     for future in watched:
         if future.cancelled():  # nothing here cancels one before the stop
-            log.error("stopping: a task was cancelled unexpectedly: %r", future)
+            log.error("stopping the service: a task was cancelled unexpectedly: %r", future)
         elif future.done() and (error := future.exception()) is not None:
-            log.error("stopping: a task failed", exc_info=error)
+            log.error("stopping the service: a task failed", exc_info=error)
     return 1

@@ -100,7 +100,7 @@ class _Server(ThreadingTCPServer):
         except OSError as error:
             if str(error) != self._failing:
                 self._failing = str(error)
-                log.warning("the metrics port cannot accept a connection: %s", error)
+                log.warning("the metrics port cannot accept a connection: %s; retrying", error)
             time.sleep(ACCEPT_AGAIN_S)
             raise
         self._failing = ""

@@ -153,7 +153,9 @@ class RateLimits:
                 pool_options = self._connect(settings.storage)
                 storage = storage_from_string(f"async+{settings.storage}", **pool_options)
         except ImportError:
-            raise ValueError("--rate-storage redis: needs pip install 'pdserve[redis]'") from None
+            raise ValueError(
+                "--rate-storage redis: a package is missing: pip install 'pdserve[redis]'"
+            ) from None
         except ConfigurationError as error:
             # Omit the rest of the address, which may have a password.
             scheme = settings.storage.partition("://")[0]

@@ -145,7 +145,10 @@ class GrpcServer:
                 if self._probes is not None:
                     await self._probes.stop(0)
         except TimeoutError:
-            log.warning("gRPC has not stopped after %g s", grace_s + STOP_S)
+            log.warning(
+                "gRPC has not stopped after %g s; continuing without waiting for it",
+                grace_s + STOP_S,
+            )
 
 
 def _cannot_listen(bind: str) -> OSError:

@@ -150,7 +150,7 @@ def hashed(name: str, key: str) -> str:
     line = f"{name}:sha256:{_digest(key).hex()}"
     if not _HASHED.fullmatch(line):
         raise ValueError(
-            f"a key's name may have letters, digits, '.', '_' and '-', not {name!r:.80}"
+            f"a key's name must have 1 to 64 letters, digits, '.', '_' or '-', not {name!r:.80}"
         )
     return line
 
@@ -162,7 +162,7 @@ def _parse_key(text: str) -> tuple[bytes, str]:
         return bytes.fromhex(match[2]), match[1]
     if ":sha256:" in text:
         raise ValueError(
-            "a line with ':sha256:' is not NAME:sha256:HEX, as `pdserve key` prints it"
+            "an API key with ':sha256:' must be NAME:sha256:HEX, as `pdserve key` prints it"
         )
     digest = _digest(text)
     return digest, digest.hex()[:NAME_CHARS]

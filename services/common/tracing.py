@@ -219,7 +219,11 @@ def tracing(service: str, settings: ServerSettings, key: bytes = b"") -> Iterato
     url = endpoint(settings)
     if not url:
         if settings.otlp_traces_endpoint:
-            log.warning("%s has no effect: %s is set", FLAG, switched_off())
+            log.warning(
+                "%s has no effect, because the environment disables tracing by %s",
+                FLAG,
+                switched_off(),
+            )
         yield Tracer(settings.otlp_traces_sample, key)
         return
     tracer = ExportingTracer(service, exporter(url), settings.otlp_traces_sample, key)
@@ -250,10 +254,11 @@ def exporter(url: str) -> "SpanExporter":
             if accepted != self.accepted:
                 self.accepted = accepted
                 if accepted:
-                    log.info("%s accepts traces again", collector)
+                    log.info("the collector %s accepts traces again", collector)
                 else:
                     log.warning(
-                        "%s does not accept traces; they are dropped until it does", collector
+                        "the collector %s does not accept traces; they are dropped until it does",
+                        collector,
                     )
             return result
 

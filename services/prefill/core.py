@@ -164,7 +164,9 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         try:
             runtime = self._runtime
             if runtime is None or self._draining:
-                raise ServiceError(pb.UNAVAILABLE, "the worker does not accept new work")
+                raise ServiceError(
+                    pb.UNAVAILABLE, "the worker is loading or draining; it does not accept new work"
+                )
             ticket = self._ticket(start, runtime)
         except ServiceError as error:
             self.refuse(session, start.attempt, error)
@@ -363,7 +365,7 @@ def _log(sent: Sent, request: str) -> None:
     phases = _phases(sent)
     outcome = sent.reason or f"{sent.num_bytes / 1e6:.1f} MB by {sent.transport}"
     log.info(
-        "attempt %s: %s; %d tokens cached; queue %.3f s, prefill %.3f s, transfer %.3f s",
+        "hand-off %s: %s; %d tokens cached; queue %.3f s, prefill %.3f s, transfer %.3f s",
         sent.attempt.hex()[:8],
         outcome,
         sent.cached_tokens,

@@ -52,7 +52,9 @@ class PrefillServicer(worker_pb2_grpc.PrefillServicer):
             case "cancel":
                 self._core.cancel(session, command.cancel.attempt)
             case _:
-                log.warning("ignored a command of a router that this version does not know")
+                log.warning(
+                    "ignored a router's command of a kind that this version of the worker lacks"
+                )
 
 
 class PrefillRole(WorkerRole[PrefillSettings, PrefillCore, PrefillRuntime]):

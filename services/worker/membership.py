@@ -188,7 +188,7 @@ class _Lease:
         """Deregister from this router, which ends the lease once none of its requests runs on this
         worker."""
         if not self.leaving:
-            log.info("deregistering from router %s: other routers take its place", self.address)
+            log.info("deregistering from router %s, since other routers replace it", self.address)
             self.leaving = True
             self._pending_reports.add_goodbye(
                 pb.Goodbye(reason="it uses other routers", leaves=True)
@@ -362,7 +362,10 @@ class Membership:
         if self._thread.is_alive():
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if not all(ended):
-            log.warning("the Join streams to %d routers did not end in time", ended.count(False))
+            log.warning(
+                "the leases (Join streams) with %d routers did not end in time",
+                ended.count(False),
+            )
 
     def note(self, address: str, problem: str) -> None:
         """Log why registering with a router fails, once per reason. `problem` is the reason; empty

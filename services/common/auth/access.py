@@ -224,9 +224,12 @@ class SecretAccess:
         """With `trust_network`, secrets may be sent to other machines. Raises ValueError if there
         is no secret, or if one is so short that it could be guessed."""
         if not secrets:
-            raise ValueError("no cluster secret is set")
+            raise ValueError("no cluster secret is set: set --cluster-secret")
         if any(len(secret.encode()) < MIN_SECRET_BYTES for secret in secrets):
-            raise ValueError(f"--cluster-secret needs at least {MIN_SECRET_BYTES} bytes")
+            raise ValueError(
+                f"--cluster-secret must have at least {MIN_SECRET_BYTES} bytes: a shorter secret "
+                "could be guessed"
+            )
         self._secrets = tuple(secrets)
         self._trust_network = trust_network
         self.metadata = ((AUTHORIZATION, f"Bearer {secrets[0]}"),)

@@ -73,7 +73,9 @@ def issue(authority: Identity, role: Role, days: float = 365) -> Identity:
     ValueError if the authority's certificate or key cannot be used."""
     signer = serialization.load_pem_private_key(authority.key, None)
     if not isinstance(signer, ec.EllipticCurvePrivateKey):
-        raise ValueError("the authority's key is not an elliptic-curve key")
+        raise ValueError(
+            "the certificate authority's key is not an elliptic-curve key, so it cannot sign"
+        )
     issuer = x509.load_pem_x509_certificate(authority.certificate).subject
     key = ec.generate_private_key(ec.SECP256R1())
     builder = _builder(_name(f"pdserve {role}"), issuer, key.public_key(), days)
@@ -96,12 +98,16 @@ def role_in(certificate: bytes) -> Role:
         extensions = x509.load_pem_x509_certificate(certificate).extensions
         names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
-        raise ValueError("the certificate names no role") from None
+        raise ValueError(
+            "the certificate names no role of a pdserve process (gateway, router, prefill, decode)"
+        ) from None
     for name in names.get_values_for_type(x509.DNSName):
         for role in Role:
             if role.dns_name == name:
                 return role
-    raise ValueError("the certificate names no role")
+    raise ValueError(
+        "the certificate names no role of a pdserve process (gateway, router, prefill, decode)"
+    )
 
 
 def expiries_of(pem: bytes) -> list[float]:

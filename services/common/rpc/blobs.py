@@ -100,9 +100,18 @@ async def read_blob(channel: grpc.aio.Channel, digest: str) -> bytes:
                 data += chunk.data
                 if len(data) > MAX_BLOB_BYTES:
                     call.cancel()
-                    raise ServiceError(pb.UNAVAILABLE, "a file of the model is too large")
+                    raise ServiceError(
+                        pb.UNAVAILABLE,
+                        "a model file (tokenizer, template or config) is too large: more than "
+                        f"{MAX_BLOB_BYTES >> 20} MiB",
+                    )
     except (grpc.aio.AioRpcError, ConnectionError) as error:
-        raise ServiceError(pb.UNAVAILABLE, "the model's files cannot be read") from error
+        raise ServiceError(
+            pb.UNAVAILABLE, "the model's tokenizer files cannot be read from the other process"
+        ) from error
     if blob_digest(bytes(data)) != digest:
-        raise ServiceError(pb.UNAVAILABLE, "a file of the model does not match its digest")
+        raise ServiceError(
+            pb.UNAVAILABLE,
+            "a model file (tokenizer, template or config) does not match its digest",
+        )
     return bytes(data)

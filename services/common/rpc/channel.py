@@ -63,12 +63,16 @@ def may_be_closed() -> Iterator[None]:
     try:
         yield
     except grpc.aio.UsageError as error:  # closed before the call
-        raise ConnectionError("the connection to the other process is closed") from error
+        raise ConnectionError(
+            "the connection to the other process was closed before the call"
+        ) from error
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise ConnectionError("the connection to the other process was closed") from None
+        raise ConnectionError(
+            "the connection to the other process was closed during the call"
+        ) from None
 
 
 def advertised(bound: str, advertise: str = "") -> str:
@@ -191,14 +195,18 @@ class IdsCollector:
         then on for every part with its key, until the key is taken or dropped."""
         if part.key not in self._parts and len(self._parts) >= self._max_keys:
             self._flooded = True
-            raise ServiceError(pb.OVERLOADED, "too many long prompts are being received at once")
+            raise ServiceError(
+                pb.OVERLOADED,
+                f"more than {self._max_keys} long prompts are being received at once; retry later",
+            )
         ids = self._parts.setdefault(part.key, [])
         if ids is None or self._num_ids + len(part.ids) > self._max_ids or not part.ids:
             self.drop(part.key)
             self._parts[part.key] = None
             raise ServiceError(
                 pb.OVERLOADED,
-                "the long prompts being received at once have too many tokens in total",
+                f"the long prompts being received at once have more than {self._max_ids} tokens in "
+                "total; retry later",
             )
         ids.extend(part.ids)
         self._num_ids += len(part.ids)
@@ -222,7 +230,8 @@ class IdsCollector:
         if ids is None or self._flooded:
             raise ServiceError(
                 pb.OVERLOADED,
-                "the long prompts being received at once have too many tokens in total",
+                f"the long prompts being received at once have more than {self._max_ids} tokens in "
+                "total; retry later",
             )
         return [*ids, *tail]
 

@@ -109,7 +109,8 @@ class RowReader:
             choice = self._choices.get(number)
             if choice is None:
                 log.warning(
-                    "ignoring a token of a choice that was not introduced: number %d", number
+                    "ignoring a token: number %d was not assigned to a choice in this session",
+                    number,
                 )
             else:
                 yield choice, position, id_

@@ -75,8 +75,8 @@ class RequestProgress:
             return None
         if tokens.position > num_ids:
             raise LostTokens(
-                f"choice {tokens.choice} has {num_ids} ids, but the next message starts at "
-                f"{tokens.position}"
+                f"tokens were lost: choice {tokens.choice} has {num_ids} ids, but the next message "
+                f"starts at position {tokens.position}"
             )
         skip = num_ids - tokens.position
         if skip >= len(tokens.ids) and not tokens.finish:
@@ -106,8 +106,8 @@ class RequestProgress:
             return None
         if scores.position > self._num_scored + 1:
             raise LostTokens(
-                f"log-probabilities of {self._num_scored} prompt tokens were received, but the "
-                f"next message starts at token {scores.position}"
+                f"log-probabilities were lost: those of {self._num_scored} prompt tokens were "
+                f"received, but the next message starts at token {scores.position}"
             )
         skip = self._num_scored + 1 - scores.position
         if skip >= len(scores.logprobs):
