@@ -1,7 +1,7 @@
 """The terminal of `pdserve chat`: reads the user's lines, and displays the model's responses.
 
 If prompt_toolkit is installed, the user can edit several lines at once; otherwise readline reads
-single lines. On a terminal, responses are rendered as Markdown if rich is installed.
+one line at a time. On a terminal, responses are rendered as Markdown if rich is installed.
 """
 
 import io

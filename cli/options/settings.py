@@ -159,7 +159,7 @@ class ReportSettings(ClientSettings, CertificateSettings):
     )
     trust_network: bool = option(False, "allow sending the secret unencrypted over this network")
     trace_dir: str = option(
-        "", "folder of the rings that record hand-offs; empty: the folder of `pdserve up`"
+        "", "folder of the ring files that record KV hand-offs; empty: the folder of `pdserve up`"
     )
     logs: tuple[str, ...] = option(
         (), "log files to add, as `kubectl logs` writes them; none: the logs of `pdserve up`"

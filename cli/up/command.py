@@ -253,8 +253,8 @@ class System:
     def _database(self, folder: Path) -> Iterator[str]:
         """Yield the URL of the gateway's database: the configured one, or else a file for the
         gateway's port, so that the next system with the same port finds its data and not another
-        system's batches. If the port is random or that file cannot be used, a file in the folder of
-        this run, which is lost."""
+        system's batches. If the port is random or that file cannot be used, yield a file in the
+        folder of this run, which is removed at the end."""
         url, port = self._gateway.database_url, self._gateway.port
         with ExitStack() as stack:
             if not url:

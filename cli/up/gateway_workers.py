@@ -76,7 +76,7 @@ class GatewayWorkers:
 
     def task(self, index: int) -> Task:
         """Make the task that gateway process number `index` runs, and remove the gauges and
-        connection counts that its predecessor has left."""
+        connection counts that the previous process with this number has left."""
         for path in self._metrics.glob(f"gauge_*_{index}.db"):
             path.unlink()
         worker = GatewayWorker(

@@ -48,8 +48,8 @@ class FairShare:
     Once the bound is reached, an owner gets more only while it holds less than its share: the bound
     divided by the number of owners. So an owner that takes all it can get is itself refused, and
     the others are not. A 64th of the bound is available to every owner, whatever the others hold.
-    The total is at most twice the bound, plus a 64th of the bound for each owner that arrives
-    beyond that.
+    The total is at most twice the bound, plus a 64th of the bound for each owner that arrives once
+    it is reached.
     """
 
     def __init__(self, limit: int) -> None:

@@ -24,7 +24,8 @@ class CertificateSettings:
 
 @dataclass(frozen=True)
 class ServerSettings(CertificateSettings):
-    """Options that gateway, router and workers have in common."""
+    """Options that gateway, router and workers have in common: authentication between processes,
+    tracing, draining and logs."""
 
     cluster_secret: tuple[str, ...] = option(
         (),
@@ -70,15 +71,19 @@ class ProbedSettings(ServerSettings):
 
 @dataclass(frozen=True)
 class BackendSettings(ProbedSettings):
-    """Options that router and workers have in common."""
+    """Options that router and workers have in common: ports for probes and metrics, and the files
+    in which they record KV hand-offs."""
 
-    trace_dir: str = option("", "folder of the rings that record hand-offs; empty: none")
-    trace_mb: int = option(2, "size of a ring in MiB; 0: none", min=0, max=32)
+    trace_dir: str = option("", "folder of the ring files that record KV hand-offs; empty: none")
+    trace_mb: int = option(
+        2, "size of a ring file of hand-off records in MiB; 0: none", min=0, max=32
+    )
 
 
 @dataclass(frozen=True)
 class KeySettings(ServerSettings):
-    """Options that the processes which check clients' API keys have in common."""
+    """Options that the processes which check clients' API keys have in common: the keys, and TLS
+    for clients."""
 
     api_keys: tuple[str, ...] = option(
         (), "API keys of clients; none: all clients are accepted", secret=True, flag="api-key"
@@ -95,7 +100,8 @@ class KeySettings(ServerSettings):
 
 @dataclass(frozen=True)
 class PublicSettings(KeySettings):
-    """Options that the processes to which clients connect have in common."""
+    """Options that the processes to which clients connect have in common: API keys, TLS and rate
+    limits."""
 
     requests_per_minute: int = option(0, "requests per API key and minute; 0: no limit", min=0)
     tokens_per_minute: int = option(

@@ -1,8 +1,9 @@
-"""Limits what each API key may use per minute: requests, tokens, and seconds of work on its texts.
+"""Limits what each API key may use per minute: requests, tokens, and seconds that the server spends
+on preparing its texts (chat template, tokenizer, grammar).
 
-Minutes are fixed windows. The tokens of a response and the seconds of work are known only
-afterwards and counted then, so one request may exceed a limit, and the next one is refused. Refused
-requests are not counted.
+Minutes are fixed windows. The tokens of a response and the seconds of preparing a text are known
+only afterwards and counted then, so one request may exceed a limit, and the next one is refused.
+Refused requests are not counted.
 
 Counts are kept in this process, or in an SQLite file or a Redis that several processes share. A
 query of the SQLite file takes some tens of microseconds in the page cache, so it runs on the event
@@ -110,7 +111,7 @@ def _switch_to_wal(db: sqlite3.Connection) -> None:
 
 
 class RateSettings(NamedTuple):
-    """Limits of each API key per minute: requests, tokens, and seconds of work on texts; 0: no
+    """Limits of each API key per minute: requests, tokens, and seconds of preparing texts; 0: no
     limit. `storage` is where counts are kept: memory://, sqlite:///file or redis://host:port."""
 
     requests: int = 0
@@ -201,17 +202,18 @@ class RateLimits:
         self._add("tokens", owner, num)
 
     async def check_text(self, owner: bytes) -> None:
-        """Raise ServiceError OVERLOADED if the owner has used up this minute's seconds of work on
-        texts."""
+        """Raise ServiceError OVERLOADED if the owner has used up this minute's seconds of preparing
+        texts (chat template, tokenizer, grammar)."""
         if (item := self._items.get("text")) is not None:
             remaining, reset_s = await self._call_storage(
                 self._window(item, owner), (item.amount, 0.0)
             )
             if not remaining:
-                raise _refused("seconds of preparing texts", reset_s)
+                raise _refused("seconds of preparing texts (template, tokenizer, grammar)", reset_s)
 
     def text_spent(self, owner: bytes, seconds: float) -> None:
-        """Count the seconds of work that a text of the owner has taken; never refuses."""
+        """Count the seconds that preparing a text of the owner (chat template, tokenizer, grammar)
+        has taken; never refuses."""
         self._add("text", owner, math.ceil(seconds * MILLI))
 
     async def headers(self, owner: bytes) -> dict[str, str]:

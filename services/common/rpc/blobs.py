@@ -53,7 +53,8 @@ class BlobCache:
 
     async def get(self, digest: str, fetch: Fetch | None = None) -> bytes | None:
         """Return the blob with this digest. If it is not in the cache, await `fetch` and keep the
-        result; concurrent calls for the same digest share one fetch.
+        result; calls for the same digest fetch one after the other, so that the later ones find it
+        in the cache.
 
         Returns None if the blob is not in the cache and cannot be fetched. Raises what `fetch`
         raises.

@@ -35,7 +35,9 @@ class RequestProgress:
             raise ServiceError(pb.INVALID_ARGUMENT, "n must be 1 for an embedding", "n")
         if len(start.choices) not in (0, max(1, start.params.n)):
             raise ServiceError(
-                pb.INVALID_ARGUMENT, "choices must be empty or have n entries", "choices"
+                pb.INVALID_ARGUMENT,
+                "choices must be empty or have n entries, one for each choice",
+                "choices",
             )
         self.start = start  # without ids and choices
         self.prompt_ids = list(prompt_ids)
