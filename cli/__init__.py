@@ -1,1 +1,1 @@
-"""The command `pdserve`: one folder or file for each subcommand."""
+"""The command line program `pdserve`: one module or package for each of its commands."""

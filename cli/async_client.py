@@ -1,7 +1,7 @@
-"""An HTTP/1.1 client for many concurrent requests to one server, with kept connections and
-httptools.
+"""An asyncio HTTP/1.1 client for many concurrent requests to one server. It keeps connections open
+and parses responses with httptools.
 
-A request costs little CPU time, so that a benchmark on the server's own machine leaves it its
+A request costs little CPU time, so that a benchmark on the server's own machine takes few of its
 cores.
 """
 
@@ -30,7 +30,8 @@ OnBody = Callable[[bytes, float], None]
 
 
 class Response(NamedTuple):
-    """A response of any status; `body` is empty if an OnBody took it."""
+    """An HTTP response of any status. `body` is empty if a callback (OnBody) has received the
+    body."""
 
     status: int
     body: bytes
@@ -38,7 +39,7 @@ class Response(NamedTuple):
 
     @property
     def json(self) -> Any:
-        """The parsed body. Raises ApiError if it is not JSON."""
+        """The body, parsed as JSON. Raises ApiError if it is not JSON."""
         try:
             return json.loads(self.body)
         except ValueError:
@@ -47,14 +48,15 @@ class Response(NamedTuple):
             ) from None
 
     def check(self) -> "Response":
-        """Return the response itself if its status is 2xx. Raises ApiError otherwise."""
+        """Return this response if its status is 2xx; otherwise raise ApiError with the server's
+        error text."""
         if self.status >= 300:
             raise error_of(self.body, self.status, f"status {self.status}")
         return self
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, with one request at a time."""
+    """One connection to the server, with at most one request at a time."""
 
     def __init__(self) -> None:
         self.usable = True  # whether it can take another request
@@ -67,7 +69,9 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
 
     async def send(self, request: bytes, on_body: OnBody | None) -> Response:
-        """Send a request; return its response. Raises ApiError if the connection breaks first."""
+        """Send a request; return its response. With `on_body`, pass it the pieces of a 2xx
+        response's body instead. Raises ApiError if the connection breaks before the response is
+        complete."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._on_body = on_body
@@ -109,7 +113,7 @@ class _Connection(asyncio.Protocol):
             return
         self._num_bytes += len(piece)
         if self._num_bytes > MAX_ANSWER_BYTES:
-            self._fail("the response is too large")
+            self._fail(f"the response is larger than {MAX_ANSWER_BYTES >> 20} MiB")
         self._pieces.append(piece)
 
     def on_message_complete(self) -> None:
@@ -138,10 +142,11 @@ class _Connection(asyncio.Protocol):
 
 
 class AsyncApi:
-    """Calls one server; idle connections are reused."""
+    """A client of one server, with a pool of idle connections that are reused."""
 
     def __init__(self, settings: ClientSettings, timeout_s: float = 600.0) -> None:
-        """Raises ApiError unless the URL is http(s)://host[:port] or unix:PATH."""
+        """Prepare a client of the server in the options; connect later. Raises ApiError unless the
+        URL is http(s)://host[:port] or unix:PATH."""
         self.url = settings.url.rstrip("/")
         self._address = address = address_of(settings.url)
         self._tls = ssl.create_default_context() if address.is_secure else None
@@ -153,11 +158,13 @@ class AsyncApi:
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> Response:
-        """Raises ApiError if no response arrives."""
+        """Send a GET request; return its response, whatever the status. Raises ApiError if no
+        response arrives."""
         return await self._send("GET", path, b"", None)
 
     async def first_model(self) -> str:
-        """The name of the first model that the server lists. Raises ApiError if it lists none."""
+        """Return the name of the first model that the server lists. Raises ApiError if it lists
+        none."""
         models = entries_of((await self.get("/v1/models")).check().json, self.url)
         if not models:
             raise ApiError(f"{self.url} serves no model yet", 503)
@@ -166,7 +173,8 @@ class AsyncApi:
     async def post(
         self, path: str, body: dict[str, Any] | bytes, on_body: OnBody | None = None
     ) -> Response:
-        """Raises ApiError if no response arrives; an error of the server is a response."""
+        """Send a POST request; return its response, whatever the status. With `on_body`, pass it
+        the pieces of a 2xx response's body. Raises ApiError if no response arrives."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return await self._send("POST", path, data, on_body)
 
@@ -186,7 +194,9 @@ class AsyncApi:
                         if not reused or connection.has_response_data:
                             raise
         except TimeoutError:
-            raise ApiError(f"no response within {self._timeout_s:g} s", 408, BROKEN) from None
+            raise ApiError(
+                f"{self.url} sent no complete response within {self._timeout_s:g} s", 408, BROKEN
+            ) from None
         if connection.usable:
             self._idle.append(connection)
         return response

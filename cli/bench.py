@@ -1,4 +1,4 @@
-"""`pdserve bench` sends a load to a running server and reports its performance."""
+"""`pdserve bench` sends requests to a running server and reports its latency and throughput."""
 
 import asyncio
 import json
@@ -55,8 +55,9 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 async def make_prompts(
     api: AsyncApi, model: str, count: int, num_tokens: int, seed: int
 ) -> tuple[list[str], bool]:
-    """The prompts, and whether the server's tokenizer confirms their length; if the server has no
-    /tokenize, they have `num_tokens` words. Raises ApiError."""
+    """Make `count` random prompts of `num_tokens` tokens. Returns them, and whether the server's
+    tokenizer has confirmed their length; if the server has no /tokenize, they have `num_tokens`
+    words instead. Raises ApiError if the server refuses, or if no prompt has the length."""
     rng = random.Random(seed)
 
     async def tokens(text: str) -> int:
@@ -76,7 +77,8 @@ def random_words(rng: random.Random, num_words: int) -> str:
 
 
 async def prompt_of_length(rng: random.Random, num_tokens: int, tokens: CountTokens) -> str:
-    """A text of exactly `num_tokens` tokens. Raises ApiError if none is found in TRIES."""
+    """Make a random text of exactly `num_tokens` tokens, as counted by `tokens`. Raises ApiError if
+    none is found in TRIES tries."""
     words = rng.choices(WORDS, k=max(1, num_tokens))
     for _ in range(TRIES):
         text = " ".join(words)
@@ -102,7 +104,7 @@ async def prompt_of_length(rng: random.Random, num_tokens: int, tokens: CountTok
 
 
 def table(figures: Mapping[str, Any]) -> str:
-    """The table, with a newline after each line."""
+    """Format a benchmark's statistics as a table of text lines."""
     lines = [
         f"{figures['completed']} of {figures['requests']} requests in "
         f"{figures['duration_s']:.1f} s, {figures['mean_concurrency']:.1f} at once on average",
@@ -126,7 +128,8 @@ def table(figures: Mapping[str, Any]) -> str:
 
 
 def plot(samples: Sequence[Sample]) -> str:
-    """Histograms of the first and the further tokens, and output tokens over time."""
+    """Draw a benchmark's results as text: histograms of the time to first token and of the gaps
+    between tokens, and the output tokens per second over time. Empty if no request succeeded."""
     good = [sample for sample in samples if not sample.error]
     if not good:
         return ""
@@ -138,8 +141,8 @@ def plot(samples: Sequence[Sample]) -> str:
 
 
 def histogram(title: str, values: Sequence[float]) -> str:
-    """One row per tenth of the range up to the 99th percentile; the last row includes larger
-    values."""
+    """Draw a histogram as text, with BINS rows from the smallest value to the 99th percentile; the
+    last row includes larger values."""
     if not values:
         return ""
     ordered = sorted(values)
@@ -159,14 +162,16 @@ def histogram(title: str, values: Sequence[float]) -> str:
 
 
 def bar(share: float) -> str:
-    """A bar of up to BAR columns, in eighths."""
+    """Draw a horizontal bar for a share from 0 to 1: up to BAR columns, in steps of an eighth of a
+    column."""
     eighths = round(share * BAR * 8)
     partial = " ▏▎▍▌▋▊▉"[eighths % 8] if eighths % 8 else ""
     return "█" * (eighths // 8) + (partial or ("▏" if share and not eighths else ""))
 
 
 def over_time(samples: Sequence[Sample]) -> str:
-    """Output tokens per second from the first request to the last end."""
+    """Draw one line of text with the output tokens per second, from the start of the first request
+    to the end of the last."""
     begin = min(sample.started for sample in samples)
     span = max(sample.ended for sample in samples) - begin
     if span <= 0:
@@ -183,12 +188,13 @@ def over_time(samples: Sequence[Sample]) -> str:
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Return 0 if every request succeeded; 1 if one did not, or nothing could be measured. Raises
-    ApiError if the load cannot begin."""
+    """Run the benchmark and print its results. Returns 0 if every request succeeded, 1 if one
+    failed or nothing could be measured, STOPPED after Ctrl-C. Raises ApiError if the benchmark
+    cannot begin."""
     options = settings.build(BenchSettings)
     if options.rate and settings.values["concurrency"].given:
         raise OptionError(
-            "--rate and --concurrency contradict each other: a load is an open or a closed loop"
+            "--rate and --concurrency exclude each other: the load is an open or a closed loop"
         )
     try:
         slo = parse_slo(options.slo)
@@ -219,7 +225,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 class Bench:
-    """One run; `samples` grows as requests end."""
+    """One run of the benchmark; adds a sample to `samples` at the end of each request."""
 
     def __init__(self, options: BenchSettings, view: ProgressView) -> None:
         # A repeated prompt would be in the server's prefix cache.
@@ -231,8 +237,8 @@ class Bench:
         self.title = ""
 
     async def run(self) -> bool:
-        """Run the benchmark; return whether Ctrl-C stopped it. Raises ApiError if it cannot
-        begin."""
+        """Send all requests of the benchmark; return whether Ctrl-C or SIGTERM stopped it. Raises
+        ApiError if it cannot begin."""
         work = asyncio.ensure_future(self._work())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -257,7 +263,8 @@ class Bench:
             api.close()
 
     async def _send(self, api: AsyncApi, path: str, bodies: Iterator[bytes]) -> None:
-        """Send the requests; warm-up requests are not counted."""
+        """Send the warm-up requests, whose results are discarded, and then the measured
+        requests."""
         options = self._options
         for _, body in zip(range(options.warmup), bodies, strict=False):
             await send_request(api, path, body, _ignore)
@@ -315,6 +322,7 @@ class Bench:
 
 
 def _ignore(sample: Sample) -> None:
-    """Discard a warm-up request's sample. Raises ApiError if it failed, since all would."""
+    """Discard the sample of a warm-up request. Raises ApiError if the request failed, since the
+    measured requests would fail too."""
     if sample.error:
         raise ApiError(sample.error, 500)

@@ -1,6 +1,7 @@
-"""`pdserve chat`: a conversation in the terminal, or responses to the lines of a pipe.
+"""`pdserve chat`: a conversation with a model in the terminal; with piped input, a response to each
+line.
 
-The history of a conversation is kept here; the server keeps none.
+The client keeps the history of the conversation; the server keeps none.
 """
 
 import sys
@@ -24,10 +25,11 @@ CHAT = "/v1/chat/completions"
 
 
 class Conversation:
-    """The messages so far, and the params of the next request."""
+    """The messages of a conversation so far, and the sampling params for the next request."""
 
     def __init__(self, client: ApiClient, model: Mapping[str, Any], settings: ChatSettings) -> None:
-        """`model` is an entry of /v1/models."""
+        """Begin a conversation. `model` is the model's entry in the server's response to
+        /v1/models."""
         self.client = client
         self.model = str(model["id"])
         self.context_len = int(model.get("max_model_len") or 0)
@@ -42,7 +44,8 @@ class Conversation:
 
     @property
     def sampling(self) -> str:
-        """The sampling params in force, as text."""
+        """The sampling params of the next request and where they come from, as text for the
+        user."""
         recommended = dict(self.recommended or {})
         if self.temperature is not None:
             recommended.pop("temperature", None)
@@ -57,15 +60,15 @@ class Conversation:
         return ", ".join(texts) or "temperature 1 (the model recommends nothing else)"
 
     def reset(self) -> None:
-        """Forget the messages; the last question can still be retried."""
+        """Forget all messages; `retry` can still send the last question."""
         self.messages = self._previous_messages = []
 
     def ask(self, text: str, view: AnswerView) -> bool:
-        """Send a question and show the response as it arrives; a question without a response is not
-        kept as a message.
+        """Send a question with the messages so far, and show the response as it arrives. The
+        question and the response become messages, unless there is no response.
 
-        Returns False if Ctrl-C stopped the response, of which the text so far is kept. Raises
-        ApiError.
+        Returns False if Ctrl-C stopped the response; the text received until then is kept. Raises
+        ApiError if the request fails.
         """
         self.question = text
         self._previous_messages = self.messages
@@ -89,7 +92,8 @@ class Conversation:
         return ended
 
     def retry(self, view: AnswerView) -> bool:
-        """Send the last question again, like `ask`; without a new response the old one stays."""
+        """Send the last question again, and replace its response; if no new response arrives, the
+        old one stays. Returns and raises like `ask`."""
         saved_messages, self.messages = self.messages, self._previous_messages
         try:
             return self.ask(self.question, view)
@@ -100,7 +104,8 @@ class Conversation:
     def _take(
         self, event: dict[str, Any], parts: list[str], thoughts: list[str], view: AnswerView
     ) -> str:
-        """Show an event; return a note if the response was cut off."""
+        """Show the text in an event of the response. Returns a note for the user if the event says
+        that the response was cut off by a token limit; empty otherwise."""
         note = ""
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
@@ -135,8 +140,8 @@ class Conversation:
 
 
 def first_model(client: ApiClient, name: str) -> dict[str, Any]:
-    """The /v1/models entry of that name, or the first entry if the name is empty. Raises ApiError
-    if there is none."""
+    """Return the entry of /v1/models with this name; if the name is empty, the first entry. Raises
+    ApiError if the server has no such model."""
     models = client.models()
     if not models:
         raise ApiError(f"{client.url} serves no model yet", 503)
@@ -166,20 +171,22 @@ KEYS = (
 
 
 class Repl:
-    """Reads lines; sends each as a question or runs it as a command."""
+    """The read-eval-print loop of the chat: sends each line as a question, or runs it as a
+    /command."""
 
     def __init__(
         self, conversation: Conversation, make_view: Callable[[bool], AnswerView], out: TextIO
     ) -> None:
-        """`make_view(shows_reasoning)` is called for each response."""
+        """`make_view(shows_reasoning)` makes the view in which one response is displayed."""
         self._conversation = conversation
         self._make_view = make_view
         self._out = out
         self._shows_reasoning = False
 
     def run(self, lines: Iterable[str], *, typed: bool = True) -> int:
-        """Handle each line; the exit code is 1 if a response failed. Ctrl-C in a response ends the
-        loop unless the lines are typed."""
+        """Process each line; return the exit code, which is 1 if a request failed. Ctrl-C during a
+        response stops that response; unless the lines are `typed`, it also ends the loop with
+        STOPPED."""
         code = 0
         for line in lines:
             command, _, argument = line.strip().partition(" ")
@@ -197,8 +204,8 @@ class Repl:
         return code
 
     def _answer(self, question: str | None) -> int:
-        """Send a question, or the last one again if it is None. Returns 0, 1 without a response, or
-        STOPPED after Ctrl-C."""
+        """Send a question and show the response; None sends the last question again. Returns 0, 1
+        if the request failed, or STOPPED if Ctrl-C stopped it."""
         try:
             with hidden_keys():
                 view = self._make_view(self._shows_reasoning)
@@ -214,7 +221,7 @@ class Repl:
         return 0 if ended else STOPPED
 
     def _run_command(self, command: str, argument: str) -> str:
-        """Run a command; return its output for the user."""
+        """Run a /command of the chat; return the text to show the user."""
         conversation = self._conversation
         if command == "/help":
             rows = [f"  {name:14}{text}" for name, text in COMMANDS.items()]
@@ -251,8 +258,8 @@ class Repl:
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Chat until /exit or the end of input. Raises ApiError if the server does not respond at
-    first."""
+    """Run the chat until /exit or the end of the input; return the exit code. Raises ApiError if
+    the server cannot be reached at the start."""
     chat = settings.build(ChatSettings)
     client = client_of(chat)
     conversation = Conversation(client, first_model(client, chat.model), chat)

@@ -1,7 +1,7 @@
-"""The terminal of `pdserve chat`: reads the user's lines and displays a response.
+"""The terminal of `pdserve chat`: reads the user's lines, and displays the model's responses.
 
-The lines are editable and may span several lines if prompt_toolkit is installed; otherwise readline
-reads them. On a terminal a response is rendered as Markdown if rich is installed.
+If prompt_toolkit is installed, the user can edit several lines at once; otherwise readline reads
+one line at a time. On a terminal, responses are rendered as Markdown if rich is installed.
 """
 
 import io
@@ -30,7 +30,8 @@ CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) n
 
 
 def history_file() -> Path | None:
-    """The history file in the user's data folder; None if it cannot be kept."""
+    """Return the path of the file with the user's earlier lines, in the user's data folder; None if
+    that file cannot be created."""
     try:
         path = data_dir() / HISTORY
         path.touch(mode=0o600)
@@ -40,7 +41,8 @@ def history_file() -> Path | None:
 
 
 def typed_lines(history: Path | None, commands: Collection[str]) -> Iterator[str]:
-    """Yield the lines that the user enters, until Ctrl-D or two Ctrl-C."""
+    """Yield each line that the user enters at the prompt, until Ctrl-D or two Ctrl-C in a row.
+    `history` is the file with earlier lines; `commands` are completed by Tab."""
     read = _reader(history, commands)
     interrupted = False
     while True:
@@ -69,8 +71,8 @@ def piped_lines() -> Iterator[str]:
 
 @contextmanager
 def hidden_keys() -> Iterator[None]:
-    """Hide typed keys in the block, so that they do not appear in a response; the next prompt
-    receives them."""
+    """A context in which the terminal does not show typed keys, so that they do not appear inside a
+    response. The next prompt receives them."""
     if not sys.stdin.isatty():
         yield
         return
@@ -92,14 +94,16 @@ def _reader(history: Path | None, commands: Collection[str]) -> Callable[[], str
 
 
 def _toolkit_reader(history: Path | None, commands: Collection[str]) -> Callable[[], str]:
-    """Raises ImportError without prompt_toolkit."""
+    """Make a function that reads the user's next line with prompt_toolkit. Raises ImportError if
+    prompt_toolkit is not installed."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.history import FileHistory, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     class KeptHistory(FileHistory):
-        """A history file whose read and write errors do not end the conversation."""
+        """prompt_toolkit's history of lines in a file; errors in reading or writing the file are
+        ignored, so that they do not end the conversation."""
 
         def load_history_strings(self) -> Iterable[str]:
             with suppress(OSError):
@@ -167,7 +171,8 @@ def _write_history(path: Path) -> None:
 
 
 class AnswerView(Protocol):
-    """Displays one response at a time, as it arrives."""
+    """Interface that displays one response while it arrives: its reasoning, its text, and a note at
+    the end."""
 
     def think(self, text: str) -> None: ...
     def write(self, text: str) -> None: ...
@@ -175,7 +180,8 @@ class AnswerView(Protocol):
 
 
 class PlainView:
-    """Writes the response as it arrives, and the model's reasoning only if `shows_reasoning`."""
+    """Writes a response as plain text while it arrives; writes the model's reasoning only if
+    `shows_reasoning`."""
 
     def __init__(self, out: TextIO, shows_reasoning: bool) -> None:
         self._out = out
@@ -201,11 +207,13 @@ class PlainView:
 
 
 class MarkdownView:
-    """Redraws the Markdown block in progress; prints a finished block permanently, so that a
-    response longer than the screen scrolls like any text."""
+    """Renders a response as Markdown on a terminal while it arrives. Redraws the last Markdown
+    block; prints earlier blocks once, so that a response longer than the screen scrolls like any
+    text."""
 
     def __init__(self, out: TextIO, shows_reasoning: bool) -> None:
-        """Raises ImportError without rich."""
+        """`shows_reasoning`: show the model's reasoning instead of a line with its duration. Raises
+        ImportError if rich is not installed."""
         from markdown_it import MarkdownIt
         from rich.console import Console
 
@@ -259,13 +267,15 @@ class MarkdownView:
         self._drawn_at = time.monotonic()
 
     def _erase(self) -> None:
-        """Erase the frame. Restarting the same Live would erase text printed in between."""
+        """Erase what is drawn of the unfinished block. The next drawing uses a new rich Live, since
+        restarting the old one would erase text printed in between."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def _fold(self) -> None:
-        """Replace the reasoning with one line."""
+        """End the display of the reasoning: unless reasoning is shown, replace it with a line that
+        says how long it took."""
         assert self._thought_at is not None
         seconds, self._thought_at = time.monotonic() - self._thought_at, None
         self._erase()
@@ -275,7 +285,7 @@ class MarkdownView:
             self._console.print(self._dim(f"thought for {seconds:.1f} s (/reasoning shows it)"))
 
     def _print_finished(self) -> None:
-        """Print all top-level blocks but the last, since they are finished."""
+        """Print all top-level Markdown blocks except the last, which may still grow."""
         starts = [
             token.map[0]
             for token in self._parse(self._text)
@@ -295,14 +305,15 @@ class MarkdownView:
         self._printed = True
 
     def _tail(self) -> "RenderableType":
-        """The last lines of the block, as many as fit on the screen."""
+        """Render the last lines of the unfinished block, as many as fit on the screen."""
         from rich.console import Group
 
         picture = self._picture(self._rows(self._text)[-max(1, self._console.height - 3) :])
         return Group("", picture) if self._printed else picture
 
     def _rows(self, text: str) -> list[list["Segment"]]:
-        """The rendered lines, without leading empty ones, with which some blocks begin."""
+        """Render Markdown text to screen lines, without the empty lines with which some blocks
+        begin."""
         from rich.markdown import Markdown
 
         rows = self._console.render_lines(Markdown(text.rstrip()), pad=False)
@@ -322,7 +333,8 @@ class MarkdownView:
 
 
 def view_on(out: TextIO, shows_reasoning: bool) -> AnswerView:
-    """A MarkdownView if `out` is a terminal and rich is installed, otherwise a PlainView."""
+    """Make the view of a response on `out`: a MarkdownView if `out` is a terminal and rich is
+    installed, otherwise a PlainView."""
     if out.isatty():
         with suppress(ImportError):
             return MarkdownView(out, shows_reasoning)

@@ -1,4 +1,4 @@
-"""The table of commands. Each command imports its dependencies only when it runs."""
+"""The table of pdserve's commands. A command's dependencies are imported only when it runs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,7 +43,8 @@ UP_OWNS = (
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command; `entry` is "module:function(Settings, positionals) -> exit code"."""
+    """A command of pdserve: its name, help text, options and positional arguments. `entry` names
+    the function that runs it: "module:function(Settings, positionals) -> exit code"."""
 
     name: str
     summary: str
@@ -173,5 +174,5 @@ COMMANDS = {
 
 
 def known_names() -> set[str]:
-    """Option names of all commands."""
+    """Return the names of the options of all commands."""
     return {o.name for c in COMMANDS.values() for s in c.sections() for o in s.options}

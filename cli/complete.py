@@ -1,13 +1,14 @@
-"""`pdserve complete IN OUT` runs a file of requests, several at once, and writes one result per
-line.
+"""`pdserve complete IN OUT` sends the requests in a file, several at once, and writes one result
+per line.
 
 An input line is like those of OpenAI's batches (custom_id, url, body), or a body with "prompt" or
-"messages" and optionally an "id". The output is also the state of the run: a line with a result is
-not sent again. Each result is appended with one write, so that a run may end at any time; the next
-start removes a line torn by a full disk or a crash. A lock excludes a second run.
+"messages" and optionally an "id". The output file is also the state of the run: a line that has a
+result is not sent again. Each result is appended with one write, so that a run may end at any time;
+the next run removes a last line that is incomplete because of a full disk or a crash. A lock on the
+output file excludes a second run.
 
-Only a decision of the server is a result. If the server is busy or unreachable, requests are
-retried, and then the run ends.
+Only a response that decides on the request is a result. If the server is busy or unreachable, the
+request is retried; if that does not help, the run ends.
 """
 
 import asyncio
@@ -35,11 +36,13 @@ PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before a line is retried
 
 
 class BadLine(Exception):
-    """A line is not a valid request; the message says why."""
+    """Raised if a line of the input file is not a valid request, or if the files cannot be used;
+    the message says why."""
 
 
 def line_id(line: Mapping[str, Any], number: int) -> str:
-    """The line's own id, or its number (from 1)."""
+    """Return the id in an input line (custom_id or id), or "line-N" for line number N (from 1) if
+    it has none."""
     for name in IDS:
         if isinstance(line.get(name), str | int) and line[name] != "":
             return str(line[name])
@@ -47,7 +50,7 @@ def line_id(line: Mapping[str, Any], number: int) -> str:
 
 
 def parse_line(data: bytes) -> Mapping[str, Any]:
-    """Raises BadLine if the line is not a JSON object."""
+    """Parse an input line as a JSON object. Raises BadLine if it is not one."""
     try:
         line = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -58,12 +61,12 @@ def parse_line(data: bytes) -> Mapping[str, Any]:
 
 
 def request_of(line: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The path and body of a line's request; `defaults` are fields for bodies that lack them.
-    Raises BadLine if the line has no valid request."""
+    """Return the URL path and the body of an input line's request. `defaults` are fields for bodies
+    that lack them. Raises BadLine if the line contains no valid request."""
     if "body" in line:
         body, url = line["body"], line.get("url", CHAT)
         if not isinstance(body, dict):
-            raise BadLine("body must be an object")
+            raise BadLine("body must be a JSON object")
         if url not in URLS:
             raise BadLine(f"url must be one of {', '.join(URLS)}, not {str(url)[:80]!r}")
     elif "messages" in line or "prompt" in line:
@@ -75,7 +78,7 @@ def request_of(line: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[st
 
 
 def answer_line(custom_id: str, status: int, body: Any) -> dict[str, Any]:
-    """The result of a line with a response of any status."""
+    """Make the result of an input line for which the server has sent a response, of any status."""
     return {
         "custom_id": custom_id,
         "response": {"status_code": status, "body": body},
@@ -84,7 +87,7 @@ def answer_line(custom_id: str, status: int, body: Any) -> dict[str, Any]:
 
 
 def error_line(custom_id: str, code: str, message: str) -> dict[str, Any]:
-    """The result of a line that could not be sent."""
+    """Make the result of an input line that is not a valid request and was not sent."""
     return {"custom_id": custom_id, "response": None, "error": {"code": code, "message": message}}
 
 
@@ -94,14 +97,17 @@ def failed(result: Mapping[str, Any]) -> bool:
 
 
 class ResultError(Exception):
-    """The run cannot continue with this output; the message says why."""
+    """Raised if a run cannot use the output file, because another run is writing to it or because
+    it contains something else; the message says which."""
 
 
 class ResultFile:
-    """Owns the file while it is open."""
+    """The output file of a run, locked while it is open. `done` are the ids of the lines with a
+    result."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError; ResultError if the file has lines that are not results."""
+        """Open, lock and read the output file. Raises OSError if that fails; ResultError if another
+        run is writing to it, or if it contains lines that are not results."""
         self._path = path
         self.done: set[str] = set()
         self.num_failed = 0
@@ -120,7 +126,8 @@ class ResultFile:
         os.close(self._descriptor)
 
     def add(self, result: Mapping[str, Any]) -> None:
-        """Append a result. Raises OSError, after which the file still ends with a whole line."""
+        """Append a result. Raises OSError if it cannot be written; the file then still ends with a
+        complete line."""
         data = (json.dumps(result, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
         end = os.fstat(self._descriptor).st_size
         try:
@@ -137,10 +144,13 @@ class ResultFile:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ResultError(f"{self._path}: another run is writing to it") from None
+            raise ResultError(
+                f"{self._path}: another `pdserve complete` is writing to this file"
+            ) from None
 
     def _read(self) -> None:
-        """Record the finished lines, and remove a torn last line."""
+        """Read the ids of the lines that have a result, and remove an incomplete last line. Raises
+        ResultError if a line is not a result."""
         end = 0
         with open(self._path, "rb") as file:
             for number, line in enumerate(file, 1):
@@ -154,7 +164,7 @@ class ResultFile:
                 file.seek(end)
                 if file.read(1) != b"{":
                     raise ResultError(
-                        f"{self._path}: its last line is not a result; choose a new file"
+                        f"{self._path}: its last line is not a result; choose a new output file"
                     )
         if size > end:
             os.ftruncate(self._descriptor, end)
@@ -166,19 +176,24 @@ class ResultFile:
         except (ValueError, KeyError, TypeError):
             custom_id = response = None
         if not isinstance(custom_id, str) or not isinstance(response, dict | None):
-            raise ResultError(f"{self._path}: line {number} is not a result; choose a new file")
+            raise ResultError(
+                f"{self._path}: line {number} is not a result; choose a new output file"
+            )
         if custom_id in self.done:
-            raise ResultError(f"{self._path}: line {number} repeats the id {custom_id!r}")
+            raise ResultError(
+                f"{self._path}: line {number} is another result with the id {custom_id!r}"
+            )
         self.done.add(custom_id)
         self.num_failed += failed(result)
 
 
 class Stopped(Exception):
-    """Ctrl-C or SIGTERM stopped the run."""
+    """Raised if Ctrl-C or SIGTERM stopped the run."""
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Return 0 if every line succeeded, 1 if one has an error or the run could not continue."""
+    """Run `pdserve complete`. Returns 0 if every request succeeded, 1 if one failed or the run
+    could not continue, STOPPED after Ctrl-C."""
     options = settings.build(CompleteSettings)
     source, target = Path(positionals["in"]), Path(positionals["out"])
     view = progress_on(sys.stderr)
@@ -206,18 +221,20 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def check_source(source: Path, target: Path) -> None:
-    """Check the files before anything is written: both must be regular files, since they are read
-    more than once. Raises BadLine or OSError."""
+    """Check the input and the output file before anything is written. Raises BadLine if one is not
+    a regular file, since both are read more than once, or if they are the same file; OSError if the
+    input cannot be read."""
     for path in (source, target):
         if path.exists() and not path.is_file():
             raise BadLine(f"{path} is not a regular file")
     source.open("rb").close()
     if target.exists() and target.samefile(source):
-        raise BadLine(f"{target} is also the input file")
+        raise BadLine(f"the output file {target} is also the input file")
 
 
 def count(source: Path, done: set[str], target: Path) -> int:
-    """The number of lines. Raises BadLine if two have the same id, or a result has no line."""
+    """Return the number of input lines. Raises BadLine if two lines have the same id, or if an id
+    in `done` (a result in the output file `target`) belongs to no input line."""
     line_numbers: dict[str, int] = {}
     for number, custom_id, _ in lines_of(source):
         if custom_id in line_numbers:
@@ -227,12 +244,16 @@ def count(source: Path, done: set[str], target: Path) -> int:
             )
         line_numbers[custom_id] = number
     if unknown_id := next((result_id for result_id in done if result_id not in line_numbers), None):
-        raise BadLine(f"{target} has a result with id {unknown_id!r}, which {source} does not have")
+        raise BadLine(
+            f"{target} has a result with id {unknown_id!r}, which {source} does not have: choose a "
+            "new output file"
+        )
     return len(line_numbers)
 
 
 def lines_of(source: Path) -> Iterator[tuple[int, str, Mapping[str, Any] | BadLine]]:
-    """Yield (number from 1, id, the line or its error) for lines that are not blank."""
+    """Yield (line number from 1, id, parsed line or BadLine) for each line of the input file that
+    is not blank."""
     with source.open("rb") as file:
         for number, data in enumerate(file, 1):
             if not data.strip():
@@ -245,7 +266,8 @@ def lines_of(source: Path) -> Iterator[tuple[int, str, Mapping[str, Any] | BadLi
 
 
 class FileRun:
-    """Sends the lines without a result, `concurrency` at once."""
+    """Sends the requests of all input lines that have no result yet, `concurrency` at once, and
+    adds their results to the output file."""
 
     def __init__(
         self,
@@ -255,7 +277,8 @@ class FileRun:
         name: str,
         total: int,
     ) -> None:
-        """Raises ApiError if the URL is malformed."""
+        """`name` and `total` (number of lines) are for the progress view. Raises ApiError if the
+        URL in the options is malformed."""
         self._api = AsyncApi(options, options.timeout_s)
         self._options = options
         self._results = results
@@ -264,8 +287,9 @@ class FileRun:
         self._total = total
 
     async def run(self, source: Path) -> None:
-        """Run until all lines have a result. Raises ApiError, OSError or Stopped, after which no
-        line is sent."""
+        """Send requests until every input line has a result. Raises ApiError if the server is busy
+        or unreachable for too long, OSError if a file fails, Stopped after Ctrl-C or SIGTERM; no
+        request is sent after that."""
         loop = asyncio.get_running_loop()
         work = asyncio.ensure_future(self._work(source))
         stopped = False
@@ -311,7 +335,8 @@ class FileRun:
                 group.create_task(worker())
 
     async def _defaults(self) -> dict[str, Any]:
-        """Fields for bodies that lack them. Raises ApiError if the server lists no model."""
+        """Return the fields for request bodies that lack them: model, max_tokens, temperature.
+        Raises ApiError if no model is set and the server lists none."""
         options = self._options
         defaults: dict[str, Any] = {"model": options.model or await self._api.first_model()}
         if options.max_tokens:
@@ -321,7 +346,9 @@ class FileRun:
         return defaults
 
     async def _send(self, custom_id: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The result of a line. Raises ApiError if the server does not decide on it."""
+        """Send an input line's request; return the line's result. Retries while the server is busy
+        or unreachable. Raises ApiError if that does not end, or if the server does not accept the
+        API key."""
         for pause_s in (*PAUSES_S, None):
             try:
                 response = await self._api.post(path, body)
@@ -338,7 +365,7 @@ class FileRun:
                 if error.status == 401 or pause_s is None:
                     raise
             await asyncio.sleep(pause_s)
-        raise AssertionError("the last try has returned or raised")
+        raise AssertionError("unreachable: the last try of a request returns or raises")
 
     def _show(self) -> None:
         self._view.update(self._name, len(self._results.done) / max(1, self._total))

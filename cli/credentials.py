@@ -1,4 +1,4 @@
-"""`pdserve certs FOLDER` writes the certificates of a cluster as files; `pdserve key NAME` creates
+"""`pdserve certs FOLDER` creates the certificates of a cluster as files; `pdserve key NAME` creates
 an API key and its line for a key file.
 """
 
@@ -12,7 +12,8 @@ from pdserve.cli.options import CertsSettings, OptionError, Settings
 
 
 def certs(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Create an authority, unless the folder has one, and a new certificate for every role."""
+    """Run `pdserve certs`: create a new certificate for every role, signed by the folder's
+    authority, which is created first if the folder has none. Returns the exit code."""
     from pdserve.services.common.auth.certificates import Identity, Role, issue, make_authority
 
     days = settings.build(CertsSettings).days
@@ -42,8 +43,8 @@ def certs(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def _write(folder: Path, name: str, certificate: bytes, key: bytes) -> None:
-    """Replace each file as a whole, so that a process never reads a partial one. The key is written
-    first, readable only by its owner."""
+    """Write a certificate and its key as files. Each file is replaced as a whole, so that no
+    process reads half of it. The key is written first, readable only by its owner."""
     for file, content, mode in (
         (f"{name}-key.pem", key, 0o600),
         (f"{name}.pem", certificate, 0o644),
@@ -56,7 +57,9 @@ def _write(folder: Path, name: str, certificate: bytes, key: bytes) -> None:
 
 
 def key(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Print the line on standard output, and the key, which is not stored, on standard error."""
+    """Run `pdserve key`: create an API key. Prints its line for a key file (name and hash) on
+    standard output, and the key itself, which is not stored, on standard error. Returns the exit
+    code."""
     from pdserve.services.common.tenants import hashed
 
     new_key = f"sk-{secrets.token_urlsafe(32)}"

@@ -1,8 +1,9 @@
-"""`pdserve demo` sends a short and a long question over each transport, and verifies where each is
-computed.
+"""`pdserve demo` asks a model a short and a long question with each KV transport, and verifies by
+which worker each prompt is computed.
 
-It starts its own system and uses the HTTP API like any client. For each prompt, the response's
-usage, the gateway's log and its metrics must agree on where it was computed.
+It starts a system by `pdserve up` and uses its HTTP API like any client. For each prompt, the
+gateway's log and its metrics must agree on where it was computed: by the decode worker, or by a
+prefill worker.
 """
 
 import re
@@ -30,11 +31,13 @@ Metrics = Mapping[str, float]
 
 
 class DemoError(Exception):
-    """A response, the log or the metrics are not as expected."""
+    """Raised if the system does not start or stop as expected, or if a response, the log or the
+    metrics are not as expected."""
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Return 0 if every response arrived and log and metrics agree."""
+    """Run the demo. Returns 0 if every question was answered and log and metrics agree; 1
+    otherwise."""
     try:
         for transport in TRANSPORTS:
             with system(transport) as (client, log):
@@ -48,7 +51,8 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 @contextmanager
 def system(transport: str) -> Iterator[tuple[ApiClient, Path]]:
-    """Run `pdserve up` on a free port; yields a client and the log file."""
+    """Run `pdserve up` on a free port during the block; yields a client of it and the path of its
+    log. Raises DemoError if it ends with an error."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -72,7 +76,8 @@ def system(transport: str) -> Iterator[tuple[ApiClient, Path]]:
 
 
 def wait_ready(up: "subprocess.Popen[bytes]", log: Path) -> None:
-    """Wait until the system is ready. Raises DemoError if it ends, or takes longer than START_S."""
+    """Wait until the log of `pdserve up` says that it is ready. Raises DemoError if the process
+    ends before that, or if it takes longer than START_S."""
 
     def is_ready() -> bool:
         if up.poll() is not None:
@@ -85,7 +90,8 @@ def wait_ready(up: "subprocess.Popen[bytes]", log: Path) -> None:
 def wait_until(
     condition: Callable[[], bool], limit_s: float, describe_failure: Callable[[], str]
 ) -> None:
-    """Raises DemoError with the description if the condition does not hold within `limit_s`."""
+    """Wait until the condition is true. Raises DemoError, with the text from `describe_failure`, if
+    that takes longer than `limit_s`."""
     deadline = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > deadline:
@@ -94,7 +100,8 @@ def wait_until(
 
 
 def show(transport: str, client: ApiClient, log: Path) -> None:
-    """Ask both questions over one transport. Raises DemoError or ApiError if one fails."""
+    """Ask the short and the long question on a system with this transport, and verify where they
+    are computed. Raises DemoError or ApiError if something is not as expected."""
     model = str(client.get_json("/v1/models")["data"][0]["id"])
     print(f"\n{model}, KV over {transport}")
     ask(client, log, model, "short", SHORT, "local")
@@ -102,13 +109,15 @@ def show(transport: str, client: ApiClient, log: Path) -> None:
 
 
 def long_question(client: ApiClient, model: str) -> str:
-    """A prompt of at least LONG_TOKENS tokens, as the server counts them."""
+    """Make a question of at least LONG_TOKENS tokens, as the server's tokenizer counts them."""
     num_tokens = int(client.post_json("/tokenize", {"model": model, "prompt": SENTENCE})["count"])
     return SENTENCE * -(-LONG_TOKENS // max(1, num_tokens - 1)) + QUESTION
 
 
 def ask(client: ApiClient, log: Path, model: str, name: str, question: str, expected: str) -> None:
-    """Ask one question; `expected` is "local" or the transport that the prompt's KV must take."""
+    """Ask one question, print the answer, and verify where its prompt was computed. `expected` is
+    "local" for the decode worker, or the transport by which a prefill worker must have sent the
+    KV."""
     metrics_before = metrics(client)
     started = time.monotonic()
     message = {"role": "user", "content": question}
@@ -138,8 +147,8 @@ def place(prefill_at: str) -> str:
 
 
 def read_prefill_at(log: Path, request: str) -> str:
-    """Where the prompt was computed, from the gateway's log line of this request. Raises DemoError
-    if there is no such line."""
+    """Return where a request's prompt was computed, from the gateway's log: "local" or a transport.
+    Raises DemoError if the log does not say so within SETTLE_S."""
     places: list[str] = []
 
     def is_logged() -> bool:
@@ -152,8 +161,8 @@ def read_prefill_at(log: Path, request: str) -> str:
 
 
 def check_metrics(client: ApiClient, metrics_before: Metrics, name: str, expected: str) -> None:
-    """Verify one more prompt at the expected place and none elsewhere, and KV bytes only if
-    remote."""
+    """Verify by the metrics that exactly one more prompt was computed, at the expected place, and
+    that KV was transferred only if that is a prefill worker. Raises DemoError otherwise."""
     label = "local" if expected == "local" else "remote"
     counts: dict[str, float] = {}
     sent = 0.0
@@ -182,7 +191,7 @@ def check_metrics(client: ApiClient, metrics_before: Metrics, name: str, expecte
 
 
 def metrics(client: ApiClient) -> Metrics:
-    """Every sample by name and labels."""
+    """Read the gateway's metrics; return the value of each sample by its name with labels."""
     samples: dict[str, float] = {}
     for line in client.get("/metrics").decode().splitlines():
         key, _, value = line.rpartition(" ")

@@ -1,4 +1,6 @@
-"""`pdserve health ADDRESS`: a probe for containers, which then need no curl or grpcurl."""
+"""`pdserve health ADDRESS` probes whether a server is healthy, so that containers need no curl or
+grpcurl.
+"""
 
 import sys
 from collections.abc import Mapping
@@ -8,7 +10,8 @@ from pdserve.cli.options import HealthSettings, OptionError, Settings
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Return 0 if the address serves; otherwise 1, with the reason on standard error."""
+    """Run `pdserve health`. Returns 0 if the server at the address is healthy; otherwise prints the
+    reason on standard error and returns 1."""
     address = positionals["address"]
     probe_settings = settings.build(HealthSettings)
     try:
@@ -25,7 +28,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def probe_http(url: str, timeout_s: float) -> str:
-    """Why a GET of the URL does not return 2xx; empty if it does."""
+    """Send a GET request to the URL; return why there is no 2xx response, or "" if there is one."""
     base, slash, path = url.partition("://")
     host, _, rest = path.partition("/")
     try:
@@ -36,10 +39,11 @@ def probe_http(url: str, timeout_s: float) -> str:
 
 
 def probe_grpc(address: str, settings: HealthSettings) -> str:
-    """Why the gRPC health service does not return SERVING; empty if it does.
+    """Call the gRPC health service at the address; return why it does not report SERVING, or "" if
+    it does.
 
-    With certificates, the peer must have this process's role, since a container probes itself.
-    Raises ValueError or OSError if the certificates cannot be used.
+    With certificates, the server must have the role in this process's certificate, since a
+    container probes itself. Raises ValueError or OSError if the certificates cannot be used.
     """
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc

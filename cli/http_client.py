@@ -1,5 +1,6 @@
-"""A small client of the REST API on the standard library, so that `chat` and `models` need no other
-package. It opens one connection per call and bounds responses."""
+"""A small client of pdserve's HTTP API that needs only the standard library, for commands such as
+`chat` and `models`. It opens one connection per request and limits the size of responses.
+"""
 
 import http.client
 import json
@@ -18,8 +19,8 @@ BROKEN = "broken"  # the code of a response that did not end
 
 
 class ApiError(CommandError):
-    """The server cannot be reached, or returned an error. `status` is 0 without a response; `code`
-    is the API's name of the error."""
+    """Raised if a server cannot be reached or responds with an error. `status` is the HTTP status,
+    0 without a response; `code` is the name of the error in the API."""
 
     def __init__(self, message: str, status: int = 0, code: str = "") -> None:
         super().__init__(message)
@@ -35,7 +36,8 @@ class ApiError(CommandError):
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a server listens: a host and a port, or a Unix socket; paths are below `prefix`."""
+    """Where a server listens: a host and a port, or a Unix socket. `prefix` comes before the path
+    of every request."""
 
     host: str
     port: int
@@ -45,7 +47,7 @@ class ServerAddress:
 
 
 def address_of(url: str) -> ServerAddress:
-    """Raises ApiError unless the URL is http(s)://host[:port] or unix:PATH."""
+    """Parse a server's URL. Raises ApiError unless it is http(s)://host[:port] or unix:PATH."""
     kind, _, path = url.partition(":")
     unix_path = path.removeprefix("//") if kind == "unix" else ""
     text = "http://localhost" if unix_path else url
@@ -63,14 +65,17 @@ def address_of(url: str) -> ServerAddress:
 
 
 def bearer(key: str) -> str:
-    """The Authorization header of a key. Raises ApiError if no header can carry it."""
+    """Return the value of the Authorization header for an API key. Raises ApiError if the key has
+    characters that a header cannot contain."""
     if not (key.isascii() and key.isprintable()):
-        raise ApiError("the key has invalid characters; check --api-key", 400)
+        raise ApiError(
+            "the API key has characters that an HTTP header cannot contain; check --api-key", 400
+        )
     return f"Bearer {key}"
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
+    """An HTTP connection over a Unix socket."""
 
     def __init__(self, path: str, timeout_s: float) -> None:
         super().__init__("localhost", timeout=timeout_s)
@@ -83,10 +88,11 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class ApiClient:
-    """Calls one server; `timeout_s` applies to each wait on the network."""
+    """A blocking client of one server; `timeout_s` limits each wait for the network."""
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float = 600.0) -> None:
-        """Raises ApiError unless the URL is http(s)://host[:port] or unix:PATH."""
+        """Prepare a client of the server at `url`; connect at each request. Raises ApiError unless
+        the URL is http(s)://host[:port] or unix:PATH."""
         self.url = url.rstrip("/")
         self._address = address_of(url)
         self._timeout_s = timeout_s
@@ -95,25 +101,30 @@ class ApiClient:
             self._headers["Authorization"] = bearer(api_key)
 
     def get(self, path: str) -> bytes:
-        """The body of a 2xx response. Raises ApiError on any other."""
+        """Send a GET request; return the response's body. Raises ApiError if the status is not
+        2xx."""
         with self._open("GET", path, None) as response:
             return self._body(response)
 
     def get_json(self, path: str) -> Any:
-        """The parsed body of a 2xx response. Raises ApiError."""
+        """Send a GET request; return the response's body, parsed as JSON. Raises ApiError if the
+        status is not 2xx or the body is not JSON."""
         return self._json(self.get(path))
 
     def models(self) -> list[dict[str, Any]]:
-        """The entries of /v1/models. Raises ApiError."""
+        """Return the server's list of models: the entries of /v1/models. Raises ApiError if the
+        request fails."""
         return entries_of(self.get_json("/v1/models"), self.url)
 
     def post_json(self, path: str, body: dict[str, Any]) -> Any:
-        """The parsed body of a 2xx response to a JSON body. Raises ApiError."""
+        """Send a POST request with a JSON body; return the response's body, parsed as JSON. Raises
+        ApiError if the status is not 2xx or the body is not JSON."""
         with self._open("POST", path, body) as response:
             return self._json(self._body(response))
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The data of each server-sent event up to [DONE]. Raises ApiError.
+        """Send a POST request for a streamed response; yield the data of each server-sent event
+        until [DONE]. Raises ApiError if the request fails or the stream ends early.
 
         Closing the iterator closes the connection, which cancels the request.
         """
@@ -139,7 +150,8 @@ class ApiClient:
     def _open(
         self, method: str, path: str, body: dict[str, Any] | None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Yield a 2xx response, whose connection is closed at the end of the block."""
+        """Send a request and yield its 2xx response; close the connection at the end of the block.
+        Raises ApiError if there is no response or its status is not 2xx."""
         connection = self._connection()
         try:
             data = None if body is None else json.dumps(body).encode()
@@ -168,7 +180,7 @@ class ApiClient:
         except (OSError, http.client.HTTPException) as error:
             raise self._broken(error) from None
         if len(body) > MAX_ANSWER_BYTES:
-            raise ApiError("the response is too large")
+            raise ApiError(f"the response is larger than {MAX_ANSWER_BYTES >> 20} MiB")
         return body
 
     def _broken(self, error: Exception) -> ApiError:
@@ -184,13 +196,15 @@ class ApiClient:
 
 
 def client_of(settings: ClientSettings, timeout_s: float = 600.0) -> ApiClient:
-    """A client of the server in the options. Raises ApiError if the URL is malformed."""
+    """Make a client of the server that the options name. Raises ApiError if the URL is
+    malformed."""
     key = settings.api_key[0] if settings.api_key else ""
     return ApiClient(settings.url, key, timeout_s)
 
 
 def error_of(body: bytes, status: int, default_message: str) -> ApiError:
-    """The error of a response that is not 2xx: its OpenAI error object, or `default_message`."""
+    """Make an ApiError from a response whose status is not 2xx: from the OpenAI error object in its
+    body, or with `default_message` if it contains none."""
     try:
         return _error(json.loads(body)["error"], status)
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -198,7 +212,8 @@ def error_of(body: bytes, status: int, default_message: str) -> ApiError:
 
 
 def entries_of(models: Any, url: str) -> list[dict[str, Any]]:
-    """The entries of a /v1/models response. Raises ApiError if it is not a list of models."""
+    """Return the list of models in a response to /v1/models, which is parsed JSON. Raises ApiError
+    if it contains no such list."""
     entries = models.get("data") if isinstance(models, dict) else None
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict) and isinstance(entry.get("id"), str) for entry in entries
@@ -208,7 +223,7 @@ def entries_of(models: Any, url: str) -> list[dict[str, Any]]:
 
 
 def unexpected_response(url: str) -> ApiError:
-    """The error of a response with another shape than OpenAI's API defines."""
+    """Make the ApiError for a response that does not have the form that OpenAI's API defines."""
     return ApiError(
         f"{url} does not respond like OpenAI's API; check that it is a pdserve server", 502
     )

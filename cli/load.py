@@ -1,8 +1,9 @@
-"""Sends a benchmark's requests and measures them: at random times regardless of the server (open
-loop), or with a constant number in flight (closed loop).
+"""Sends the requests of a benchmark and measures them. An open loop sends them at random times,
+regardless of the server; a closed loop keeps a constant number of requests in flight.
 
-The definitions are vLLM's (benchmarks/serving): TTFT is from the request's start to its first text,
-ITL the gap between two texts, TPOT the mean time of a token after the first, E2E the whole request.
+The definitions are those of vLLM (benchmarks/serving): TTFT (time to first token) lasts from the
+start of a request to its first text, ITL (inter-token latency) is the gap between two texts, TPOT
+is the mean time per output token after the first, E2E is the time of the whole request.
 """
 
 import asyncio
@@ -26,7 +27,8 @@ Bodies = Iterator[bytes]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request, in seconds of one clock. `arrivals` are the arrival times of its texts."""
+    """The measurements of one request; times are seconds of one clock. `arrivals` are the times at
+    which its pieces of text arrived."""
 
     started: float
     arrivals: tuple[float, ...]
@@ -49,14 +51,15 @@ class Sample:
 
     @property
     def tpot_s(self) -> float:
-        """Mean seconds per token after the first; 0 if there is only one token."""
+        """Mean seconds per output token after the first; 0 for fewer than two tokens."""
         if self.output_tokens < 2:
             return 0.0
         return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """A percentile of sorted values, interpolated like numpy's; 0 if there are none."""
+    """Return a percentile of sorted values, interpolated as numpy does; 0 if there are no
+    values."""
     if not ordered:
         return 0.0
     position = (len(ordered) - 1) * percent / 100
@@ -66,7 +69,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Mean and percentiles in milliseconds."""
+    """Return mean, percentiles and maximum in milliseconds of values in seconds."""
     ordered = sorted(value * 1000 for value in values)
     figures = {"mean": sum(ordered) / len(ordered) if ordered else 0.0}
     figures |= {f"p{p}": percentile(ordered, p) for p in PERCENTILES}
@@ -74,8 +77,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """Parse "ttft=500ms,itl=50" to seconds by name; the default unit is ms. Raises ValueError if a
-    bound is malformed."""
+    """Parse service level objectives, such as "ttft=500ms,itl=50", to the limit in seconds by name;
+    the default unit is ms. Raises ValueError if a limit is malformed."""
     bounds = {}
     for part in filter(None, (item.strip() for item in text.split(","))):
         name, _, value = part.partition("=")
@@ -90,7 +93,8 @@ def parse_slo(text: str) -> dict[str, float]:
 
 
 def meets_slo(sample: Sample, slo: Mapping[str, float]) -> bool:
-    """Whether the request met every bound; `itl` bounds the 99th percentile of its gaps."""
+    """Return whether a request stayed within every limit of `slo`; `itl` limits the 99th percentile
+    of the gaps between its texts. False if the request failed."""
     if sample.error:
         return False
     times = {
@@ -103,8 +107,8 @@ def meets_slo(sample: Sample, slo: Mapping[str, float]) -> bool:
 
 
 def summarize(samples: Sequence[Sample], slo: Mapping[str, float]) -> dict[str, Any]:
-    """The statistics of a run: counts, rates over its whole duration, and spreads in
-    milliseconds."""
+    """Compute the statistics of a benchmark run: counts, rates over its whole duration, and the
+    spread of each latency in milliseconds. With `slo`, also the requests within its limits."""
     good = [sample for sample in samples if not sample.error]
     wall_s = max((s.ended for s in samples), default=0.0) - min(
         (s.started for s in samples), default=0.0
@@ -146,7 +150,8 @@ OnSample = Callable[[Sample], None]
 async def open_loop(
     api: AsyncApi, path: str, bodies: Bodies, rate: float, seed: int, on_sample: OnSample
 ) -> None:
-    """Send requests as a Poisson process of `rate` requests/s."""
+    """Send requests at random times, on average `rate` per second (a Poisson process), without
+    waiting for responses."""
     rng = random.Random(seed)
     due = time.perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -159,7 +164,8 @@ async def open_loop(
 async def closed_loop(
     api: AsyncApi, path: str, bodies: Bodies, concurrency: int, on_sample: OnSample
 ) -> None:
-    """Run `concurrency` clients, each of which sends its next request after a response."""
+    """Run `concurrency` clients, each of which sends its next request after the response to its
+    last."""
 
     async def client() -> None:
         for body in bodies:
@@ -171,7 +177,8 @@ async def closed_loop(
 
 
 async def send_request(api: AsyncApi, path: str, body: bytes, on_sample: OnSample) -> None:
-    """Send one streamed request; errors are recorded in its sample."""
+    """Send one streamed request and pass its measurements to `on_sample`; an error is recorded in
+    the sample."""
     events = _Events()
     started = time.perf_counter()
     error = ""
@@ -194,7 +201,8 @@ async def send_request(api: AsyncApi, path: str, body: bytes, on_sample: OnSampl
 
 
 class _Events:
-    """Records the arrival time of each text of a stream."""
+    """Parses the server-sent events of one response; records when each piece of text arrives, the
+    token counts, and an error."""
 
     def __init__(self) -> None:
         self.arrivals: list[float] = []

@@ -1,6 +1,6 @@
-"""The entry point of `pdserve`: finds the command, resolves its options, runs it.
+"""The entry point of `pdserve`: finds the command, resolves its options and runs it.
 
-Exit codes: 0 done, 1 the command failed, 2 the command line is wrong, 130 Ctrl-C ended it.
+Exit codes: 0 done, 1 the command failed, 2 the command line is wrong, 130 Ctrl-C ended the command.
 """
 
 import io
@@ -17,7 +17,7 @@ from pdserve.services.common.process import hide_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (default: sys.argv's); return its exit code."""
+    """Run the command line `argv` (default: this process's arguments); return the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for characters that a terminal lacks
@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_command(
     command: Command, prog: str, args: Sequence[str]
 ) -> tuple[Settings, dict[str, Any]]:
-    """The command's options from all sources, and its positionals."""
+    """Return a command's options, from all their sources, and its positional arguments. Raises
+    OptionError if the command line or an option is wrong."""
     sections = command.sections()
     flags = {option.flag for section in sections for option in section.options}
     args = translate(command.name, flags, args)
@@ -72,7 +73,8 @@ def parse_command(
 
 
 def config(args: Sequence[str]) -> int:
-    """Run `pdserve config show [COMMAND] [its options]`."""
+    """Run `pdserve config show [COMMAND] [options of the command]`: print the options in force.
+    Returns the exit code."""
     from pdserve.cli.options import render
 
     if not args or args[0] in ("-h", "--help"):
@@ -93,7 +95,7 @@ def config(args: Sequence[str]) -> int:
 
 
 def find(name: str) -> Command:
-    """The command of that name. Raises OptionError if there is none."""
+    """Return the command with this name. Raises OptionError if there is none."""
     if name.startswith("-"):
         raise OptionError(f"the command must come first, as in `pdserve up {name} ...`")
     if name not in COMMANDS:
@@ -106,7 +108,7 @@ def find(name: str) -> Command:
 
 
 def overview() -> str:
-    """The text of `pdserve --help`."""
+    """Return the text of `pdserve --help`: all commands with a summary of each."""
     rows = [(c.name, c.summary) for c in COMMANDS.values()]
     rows.append(("config show", "print the options in force and the source of each"))
     lines = [f"  {name:13}{summary}" for name, summary in rows]

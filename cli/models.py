@@ -18,13 +18,15 @@ SHORT = 12  # hex digits of an identity
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Print a table. Raises ApiError if the server does not respond."""
+    """Print a table of the server's models; return the exit code. Raises ApiError if the server
+    does not respond."""
     print(table(client_of(settings.build(ClientSettings), timeout_s=10.0).models()), end="")
     return 0
 
 
 def table(models: Sequence[Mapping[str, Any]]) -> str:
-    """Aligned columns; a dash marks a value that the server does not report."""
+    """Format models as a table with aligned columns; a dash marks a value that the server does not
+    report."""
     rows = [list(COLUMNS)]
     for model in models:
         cells = {key: str(model.get(key) or "-") for key in COLUMNS.values()}

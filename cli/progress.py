@@ -1,4 +1,4 @@
-"""Progress display: bars on a terminal, plain lines elsewhere."""
+"""Displays the progress of operations: bars on a terminal, otherwise lines of text."""
 
 import fcntl
 import os
@@ -15,14 +15,15 @@ LAST_LINES_S = 1.0  # limit for reading the last lines that children wrote
 
 
 class ProgressView(Protocol):
-    """A view of the progress of named operations, each a fraction from 0 to 1."""
+    """Interface that displays the progress of named operations: for each, a fraction from 0 to
+    1."""
 
     def update(self, name: str, fraction: float) -> None: ...
     def close(self) -> None: ...
 
 
 class Lines:
-    """A view that writes one line per completed quarter."""
+    """A progress view that writes a line of text when an operation completes another quarter."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -35,11 +36,12 @@ class Lines:
             self._say(f"{name} {step:.0%}")
 
     def close(self) -> None:
-        """Do nothing: this view holds no resource."""
+        """Do nothing, because this view holds no resource."""
 
 
 class Bars:
-    """A view that draws one bar per name; `close` removes the bars."""
+    """A progress view that draws a bar for each operation on a terminal; `close` removes the
+    bars."""
 
     def __init__(self, out: TextIO) -> None:
         from rich.console import Console
@@ -68,13 +70,14 @@ class Bars:
             self._bars.stop()
 
     def print(self, line: str) -> None:
-        """Print a line above the bars. Thread-safe."""
+        """Print a line of text above the bars. Thread-safe."""
         with self._lock:
             self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def progress_on(out: TextIO) -> ProgressView:
-    """Return Bars if `out` is a terminal and rich is installed, otherwise Lines."""
+    """Return the progress view for `out`: Bars if it is a terminal and rich is installed, otherwise
+    Lines."""
     if out.isatty():
         with suppress(ImportError):
             return Bars(out)
@@ -83,8 +86,8 @@ def progress_on(out: TextIO) -> ProgressView:
 
 @contextmanager
 def progress_below_log() -> Iterator[ProgressView]:
-    """Yield a view on standard error. If the view draws bars, all output of this process and its
-    children to standard error is printed above the bars, line by line."""
+    """Yield a progress view on standard error. If it draws bars, lines that this process and its
+    children write to standard error in the meantime are printed above the bars."""
     if not sys.stderr.isatty():
         yield progress_on(sys.stderr)
         return
@@ -102,7 +105,8 @@ def progress_below_log() -> Iterator[ProgressView]:
 
 @contextmanager
 def _lines_to(take: Callable[[str], None]) -> Iterator[None]:
-    """Pass each line written to standard error during the block to `take`, on a thread."""
+    """Pass each line that this process and its children write to standard error during the block to
+    `take`, which is called on a thread."""
     sys.stderr.flush()
     saved_stderr = os.dup(2)
     reader, writer = os.pipe()

@@ -11,7 +11,8 @@ MEGABYTE = 1_000_000
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Quantize the model; return 1 with a message if it cannot be read or the file not written."""
+    """Run `pdserve quantize`. Returns 0, or prints a message and returns 1 if the model cannot be
+    read or the output file cannot be written."""
     from pdserve.cli.progress import progress_on
     from pdserve.engine.checkpoints import CheckpointError, HubModel, find
     from pdserve.engine.checkpoints.gguf import quantize_gguf
@@ -27,7 +28,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     try:
         # Refuse what can be refused before downloading.
         if target.exists():
-            raise FileExistsError(errno.EEXIST, "the file already exists", str(target))
+            raise FileExistsError(errno.EEXIST, "the output file already exists", str(target))
         model = find(positionals["model"])
         if isinstance(model, HubModel) and model.file is None:
             raise CheckpointError(

@@ -1,7 +1,7 @@
-"""`pdserve replay RING...` prints the hand-off records of each process.
+"""`pdserve replay RING...` prints the records of KV hand-offs that processes keep in ring files.
 
-Each record is one line, in order of time; times count from the attempt's first record. A ring can
-be read while its process runs.
+Each record is one line, in order of time; times count from the first record of the attempt. A ring
+file can be read while its process runs.
 """
 
 import json
@@ -27,7 +27,8 @@ from pdserve.engine.handoff.recorder.scenario import scenario
 
 
 def run(settings: Settings, positionals: Mapping[str, list[str]]) -> int:
-    """Return 0, or 1 if a file cannot be read, no record matches, or (--check) a rule is broken."""
+    """Run `pdserve replay`. Returns 0, or 1 if a ring file cannot be read, no record matches, or
+    --check finds that a rule was broken."""
     options = settings.build(ReplaySettings)
     prefix = options.attempt.lower()
     try:
@@ -60,9 +61,9 @@ def run(settings: Settings, positionals: Mapping[str, list[str]]) -> int:
 
 
 def paths(args: Sequence[str]) -> list[Path]:
-    """The named files, and those in the named folders.
+    """Return the ring files that the arguments name, directly or by their folder.
 
-    Raises RingError if a folder has none.
+    Raises RingError if a folder contains no ring file.
     """
     files: list[Path] = []
     for arg in args:
@@ -75,14 +76,14 @@ def paths(args: Sequence[str]) -> list[Path]:
 
 
 def gaps(recording: Recording) -> str:
-    """The records that the ring has lost, as text."""
+    """Say how many records of a ring file are lost: overwritten or damaged."""
     parts = [f"{recording.lost} older records overwritten"] if recording.lost else []
     parts += [f"{recording.damaged} records damaged"] if recording.damaged else []
     return ", ".join(parts)
 
 
 def attempt_lines(timeline: Timeline, attempt: bytes, entries: Sequence[Entry]) -> Iterator[str]:
-    """Yield a heading, then a line for each record."""
+    """Yield the output for one attempt: a heading, then a line for each of its records."""
     routed = [
         e.record for e in entries if e.record.side == ROUTE and e.record.kind is RecordKind.OPENED
     ]
@@ -97,7 +98,8 @@ def attempt_lines(timeline: Timeline, attempt: bytes, entries: Sequence[Entry]) 
 
 
 def verdict(recordings: Sequence[Recording], attempts: Mapping[bytes, Sequence[Entry]]) -> int:
-    """Print the violations of these attempts and a summary; return the exit code."""
+    """Print the rules that the hand-offs of these attempts have broken, and a summary. Returns the
+    exit code, 1 if there are such violations."""
     violations = [v for v in check(recordings) if v.attempt in attempts]
     for violation in violations:
         print(violation, end="\n\n")

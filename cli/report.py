@@ -1,9 +1,9 @@
-"""`pdserve report` writes one file that helps to diagnose a broken system.
+"""`pdserve report` writes a file, the bundle, that helps to diagnose a system that does not work.
 
-Each part is collected on its own thread and returns files by name. The bundle names each part that
-fails or is late, with the reason; the others are written anyway. Invariant: the bundle has no value
-of a secret option, no password in a URL (`Secrets`), and no prompt, since none of its sources has
-one.
+The parts of the report are collected in parallel, each on its own thread, and each is a set of
+files. A part that fails or is late does not prevent the others; the bundle says which part is
+missing and why. Invariant: the bundle has no value of a secret option and no password of a URL
+(class Secrets), and no prompt, since no part reads one.
 """
 
 import io
@@ -77,7 +77,8 @@ SYSTEM_FILES = (
 
 
 class Secrets:
-    """The secret values of this command, its environment, and the file of options."""
+    """The secret values that a report must not contain: those of this command's options, of the
+    environment and of the YAML file of options."""
 
     def __init__(self, environ: Mapping[str, str], settings: Settings) -> None:
         values = {*_of_variables(environ), *_of_settings(settings)}
@@ -90,7 +91,8 @@ class Secrets:
         self._values = [value.encode() for value in longest_first if len(value) >= MIN_SECRET_CHARS]
 
     def hide(self, data: bytes) -> bytes:
-        """The data with secrets masked."""
+        """Return the data with all known secrets, private keys, and users and queries in URLs
+        replaced by a mask."""
         mask = MASK.encode()
         for value in self._values:
             data = data.replace(value, mask)
@@ -100,8 +102,8 @@ class Secrets:
 
 
 def _of_variables(environ: Mapping[str, str]) -> Iterator[str]:
-    """Secret values of variables, including those of other programs whose names suggest a
-    secret."""
+    """Yield the secret values in environment variables: those of secret options, and those of other
+    programs' variables whose names suggest a secret."""
     sections = (section for command in COMMANDS.values() for section in command.sections())
     secret = {option.env for section in sections for option in section.options if option.secret}
     for name, value in environ.items():
@@ -115,7 +117,8 @@ def _of_variables(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _password_of(value: str) -> str:
-    """The password of a URL, since logs may contain it alone."""
+    """Return the password in a URL, or "" if it has none. A log may contain the password without
+    the URL."""
     try:
         return urlsplit(value).password or ""
     except ValueError:  # not a URL
@@ -130,11 +133,12 @@ def _of_settings(settings: Settings) -> Iterator[str]:
 
 
 class NoData(Exception):
-    """A part has no data; the message says what is missing and where it was looked for."""
+    """Raised if a part of the report has no data; the message says what is missing and where it was
+    searched."""
 
 
 def parts(options: ReportSettings) -> dict[str, Part]:
-    """The parts of a report, by name."""
+    """Return the functions that collect the parts of the report, by the name of the part."""
     part_by_name: dict[str, Part] = {"versions": versions, "system": system, "gpus": gpus}
     for name in SERVICES:
         part_by_name[f"local options of {name}"] = partial(local_options, name)
@@ -163,7 +167,7 @@ def missing(reason: str) -> dict[str, bytes]:
 
 
 def versions() -> dict[str, bytes]:
-    """Versions of pdserve, Python and all installed packages."""
+    """Collect the versions of pdserve, of Python and of all installed packages."""
     installed = {d.metadata["Name"]: d.version for d in metadata.distributions()}
     facts = {
         "pdserve": metadata.version("pdserve"),
@@ -174,7 +178,7 @@ def versions() -> dict[str, bytes]:
 
 
 def system() -> dict[str, bytes]:
-    """The machine's resources available to this process."""
+    """Collect the CPU, memory and disk resources that this process may use."""
     disk = shutil.disk_usage("/tmp")
     facts = {
         "uname": list(os.uname())[::2],  # without the host's name and the build's time
@@ -192,7 +196,7 @@ def system() -> dict[str, bytes]:
 
 
 def gpus() -> dict[str, bytes]:
-    """The output of nvidia-smi."""
+    """Collect the output of `nvidia-smi -q`. Raises NoData if nvidia-smi is not installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         raise NoData("nvidia-smi is not installed")
@@ -201,7 +205,8 @@ def gpus() -> dict[str, bytes]:
 
 
 def local_options(name: str) -> dict[str, bytes]:
-    """The options of a service started here without flags."""
+    """Collect the options that the named service would have if it were started here without
+    flags."""
     command = COMMANDS[name]
     groups = {section.cls: section.options for section in command.sections()}
     settings = resolve(groups, known_names(), {}, os.environ, None)
@@ -209,14 +214,16 @@ def local_options(name: str) -> dict[str, bytes]:
 
 
 def options_of_up() -> dict[str, bytes]:
-    """The options that running `pdserve up` processes have written."""
+    """Collect the options of this user's running `pdserve up` processes, which these have written
+    to files. Raises NoData if none is running."""
     files = {f"options/up-{f.name}.yaml": f / CONFIG_FILE for f in run_dirs()}
     return _contents(files, "no `pdserve up` of this user is running on this machine")
 
 
 def ask_gateway(options: ReportSettings, path: str) -> dict[str, bytes]:
-    """The gateway's response. A server error is included, since it describes the state; a refusal
-    is not. Raises NoData if the gateway refuses, ApiError if it does not respond."""
+    """Collect the gateway's response to a GET request. An error response 5xx is included, since it
+    describes the gateway's state. Raises NoData if the gateway refuses the request, ApiError if it
+    does not respond."""
     key = options.api_key[0] if options.api_key else ""
     name = "gateway/" + path.strip("/").partition("?")[0].replace("/", "_")
     try:
@@ -232,14 +239,14 @@ def ask_gateway(options: ReportSettings, path: str) -> dict[str, bytes]:
 
 
 def scrape(address: str) -> dict[str, bytes]:
-    """The metrics of another process."""
+    """Collect the metrics of another process, at host:port."""
     page = ApiClient(f"http://{address}", timeout_s=RESPONSE_TIMEOUT_S).get("/metrics")
     return {f"metrics/{_file_name(address)}.txt": page}
 
 
 def fleet(options: ReportSettings, target: str) -> dict[str, bytes]:
-    """Each router's view of its workers, by GetFleet, for all routers behind the target; or why it
-    does not respond."""
+    """Collect each router's view of its workers (GetFleet), for all routers behind the target. The
+    file of a router that does not respond says why. Raises NoData if no router responds."""
     from pdserve.services.common.auth.access import make_access
     from pdserve.services.common.discovery import Discovery
 
@@ -268,7 +275,8 @@ def fleet(options: ReportSettings, target: str) -> dict[str, bytes]:
 
 
 def _fleet_of(access: "Access", address: str) -> tuple[str, bytes]:
-    """The router's view as json, or why it does not respond, as txt."""
+    """Ask one router for its view of its workers. Returns ("json", the view), or ("txt", why there
+    is none)."""
     import grpc
     from google.protobuf.json_format import MessageToJson
 
@@ -287,7 +295,8 @@ def _fleet_of(access: "Access", address: str) -> tuple[str, bytes]:
 
 
 def rings(trace_dir: str) -> dict[str, bytes]:
-    """The rings of hand-off records; read them with `pdserve replay`."""
+    """Collect the newest ring files, which record KV hand-offs; `pdserve replay` reads them. Raises
+    NoData if there are none."""
     folders = [Path(trace_dir)] if trace_dir else run_dirs()
     paths = [path for folder in folders for path in folder.glob(f"*{RING}")]
     newest = sorted(paths, key=lambda path: path.stat().st_mtime)[-MAX_RINGS:]
@@ -296,7 +305,8 @@ def rings(trace_dir: str) -> dict[str, bytes]:
 
 
 def logs() -> dict[str, bytes]:
-    """The last log lines of the processes of a running `pdserve up`."""
+    """Collect the last log lines of the processes of this user's running `pdserve up`. Raises
+    NoData if none is running."""
     paths = [path for f in run_dirs() for path in f.glob(f"*{LOG_SUFFIX}*")]
     reason = (
         "no `pdserve up` of this user is running on this machine; for other processes, name their "
@@ -306,7 +316,8 @@ def logs() -> dict[str, bytes]:
 
 
 def _contents(files: dict[str, Path], reason: str) -> dict[str, bytes]:
-    """The contents of the existing files. Raises NoData(reason) if there is none."""
+    """Read the files that exist; return their contents by name. Raises NoData(reason) if no file
+    exists."""
     contents = {name: path.read_bytes() for name, path in files.items() if path.is_file()}
     if not contents:
         raise NoData(reason)
@@ -322,7 +333,8 @@ def _file_name(address: str) -> str:
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Return 0 if the file is written, even with missing parts; otherwise 1."""
+    """Run `pdserve report`. Returns 0 if the bundle is written, even with missing parts; otherwise
+    1."""
     options = settings.build(ReportSettings)
     out = options.out or time.strftime("pdserve-report-%Y%m%d-%H%M%S.tar.gz")
     secrets = Secrets(os.environ, settings)
@@ -346,7 +358,8 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def collect_parts(makers: Mapping[str, Part], timeout_s: float) -> dict[str, PartResult]:
-    """Collect all parts within `timeout_s`: by part, its files by name, or why it has none."""
+    """Run the functions that collect the parts, in parallel, for at most `timeout_s`. Returns for
+    each part its files by name, or the text that says why it has none."""
     done: queue.SimpleQueue[tuple[str, PartResult]] = queue.SimpleQueue()
 
     def make(name: str, part: Part) -> None:
@@ -370,7 +383,7 @@ def collect_parts(makers: Mapping[str, Part], timeout_s: float) -> dict[str, Par
 
 
 class Bundle:
-    """The files of a report, bounded in size, without secrets."""
+    """The files of a report, without secrets and limited in size."""
 
     def __init__(self, secrets: Secrets) -> None:
         self._secrets = secrets
@@ -379,7 +392,7 @@ class Bundle:
         self._free_bytes = MAX_BYTES
 
     def add(self, name: str, part: PartResult) -> None:
-        """Add the files of a part, or the reason why it has none."""
+        """Add a part of the report: its files, or the text that says why it has none."""
         if isinstance(part, str):
             self._summary_lines.append(
                 f"{name}: MISSING: {self._secrets.hide(part.encode()).decode()}"
@@ -401,11 +414,11 @@ class Bundle:
             self._summary_lines.append(f"{name}: {path}, {len(content)} bytes{size_note}")
 
     def summary(self) -> str:
-        """A line for each file, and for each missing part."""
+        """Return the report's summary: a line for each file and for each missing part."""
         return "\n".join(self._summary_lines) + "\n"
 
     def packed(self) -> bytes:
-        """The bundle as a tar.gz."""
+        """Return the report as the bytes of a tar.gz archive."""
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
             for path, data in {SUMMARY: self.summary().encode(), **self._files}.items():

@@ -1,5 +1,6 @@
-"""The commands of single processes: gateway, router, picker, prefill, decode. Each imports only its
-own parts."""
+"""The commands that run a single process: gateway, router, picker, prefill, decode. Each imports
+only what its own process needs.
+"""
 
 import logging
 import os
@@ -79,7 +80,7 @@ def _worker(settings: Settings, cls: "type[WorkerSettings]", role: Role) -> int:
     check_trust(role_settings, role)
     if role_settings.encrypt_kv and not role_settings.cluster_cert:
         raise OptionError(
-            "--encrypt-kv requires certificates, because its keys are sent between the processes"
+            "--encrypt-kv requires certificates, because the processes send each other its keys"
         )
     # Imports torch, and so comes after limit_threads.
     run = resolve_name(f"pdserve.services.{role}.servicer:run")
@@ -87,14 +88,16 @@ def _worker(settings: Settings, cls: "type[WorkerSettings]", role: Role) -> int:
 
 
 def require(settings: Settings, *names: str) -> None:
-    """Raises OptionError if an option without a sensible default is missing."""
+    """Raise OptionError if one of the named options has no value; there is no default that would
+    work."""
     for option in settings.options():
         if option.name in names and not settings.values[option.name].value:
             raise OptionError(f"{option.flag} is required (or set {option.env})")
 
 
 def check_trust(host_settings: ServerSettings, role: Role) -> None:
-    """Raises OptionError if this process and others could not trust each other."""
+    """Raise OptionError if the certificate or secret options are wrong, so that this process could
+    not authenticate to the others of its cluster in this role."""
     from pdserve.services.common.auth.access import TlsAccess, make_access
 
     try:
@@ -106,19 +109,22 @@ def check_trust(host_settings: ServerSettings, role: Role) -> None:
 
 
 def limit_threads(threads: int) -> None:
-    """Set this process's thread counts before torch is imported. Raises OptionError if `threads`
-    exceeds the usable cores or contradicts OMP_NUM_THREADS."""
+    """Set the number of compute threads of this process, before torch is imported. Raises
+    OptionError if `threads` exceeds the usable cores or differs from OMP_NUM_THREADS."""
     _, num_usable = machine_cores()
     if threads > num_usable:
         raise OptionError(f"--threads {threads} exceeds the {num_usable} usable cores")
     env_threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads and env_threads and env_threads != str(threads):
-        raise OptionError(f"--threads {threads} contradicts OMP_NUM_THREADS={env_threads}")
+        raise OptionError(
+            f"--threads {threads} contradicts the environment's OMP_NUM_THREADS={env_threads}"
+        )
     take(Share(threads or (int(env_threads) if env_threads.isdecimal() else num_usable)))
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """Run a service; report an error that the user can fix as one line, without a traceback."""
+    """Run a service; return its exit code. An error that the user can fix is reported as one line,
+    without a traceback, and the code is 1."""
     try:
         raise_open_files()
         return run()
@@ -133,5 +139,6 @@ def guarded(run: Callable[[], int]) -> int:
 
 
 def is_pdserve_error(error: BaseException) -> bool:
-    """Whether the exception's class is pdserve's, whose messages are written for users."""
+    """Return whether the class of an exception is defined by pdserve; the messages of such
+    exceptions are written for users."""
     return type(error).__module__.startswith("pdserve.")

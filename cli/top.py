@@ -1,6 +1,7 @@
-"""`pdserve top` shows the workers of a running server, refreshed until q.
+"""`pdserve top` shows the workers of a running server, refreshed until the user presses q.
 
-The figures come from the gateway's /metrics; rates are the changes between two snapshots.
+The figures come from the gateway's /metrics; rates are computed from the changes between two
+snapshots.
 """
 
 import os
@@ -36,7 +37,7 @@ BLOCK_STATES = ("used", "reserved", "cached", "free", "total")
 
 @dataclass(slots=True)
 class WorkerStats:
-    """One worker; counters run from its start."""
+    """The figures of one worker in a snapshot; counters count from the worker's start."""
 
     role: str = ""
     model: str = ""
@@ -53,7 +54,8 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The contents of /metrics at one time; counters run from the gateway's start."""
+    """The figures in the gateway's /metrics at one time; counters count from the gateway's
+    start."""
 
     workers: Mapping[str, WorkerStats]
     requests: Mapping[str, int]  # in the gateway, by state
@@ -65,7 +67,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates per second between two snapshots."""
+    """Rates per second, computed from two snapshots."""
 
     output_tokens: float = 0.0
     prompt_tokens: float = 0.0
@@ -83,7 +85,8 @@ _WORKER_GAUGES = {
 
 
 def parse_snapshot(text: str) -> Snapshot:
-    """Parse metrics. Raises ValueError if the text is not in Prometheus' format."""
+    """Parse the text of /metrics. Raises ValueError if it is not in Prometheus' format, KeyError if
+    a sample lacks a label."""
     workers: defaultdict[str, WorkerStats] = defaultdict(WorkerStats)
     requests: dict[str, int] = {}
     sums: defaultdict[str, float] = defaultdict(float)
@@ -123,7 +126,8 @@ def _add_sample(worker: WorkerStats, name: str, labels: Mapping[str, str], value
 
 
 def rates(previous: Snapshot, current: Snapshot, seconds: float) -> Rates:
-    """Rates between two snapshots; 0 for counters that a restart has reset."""
+    """Compute the rates between two snapshots that are `seconds` apart; 0 for counters that a
+    restart has reset in between."""
 
     def per_s(old: float, new: float) -> float:
         return max(0.0, new - old) / seconds
@@ -141,8 +145,8 @@ def rates(previous: Snapshot, current: Snapshot, seconds: float) -> Rates:
 
 
 def screen(url: str, snapshot: Snapshot, rates: Rates | None, columns: int = 120) -> list[str]:
-    """The lines to show, within `columns` if possible; without `rates` (no earlier snapshot) they
-    are dashes."""
+    """Return the lines of text to show for a snapshot, at most `columns` wide if possible. Without
+    `rates` (there is no earlier snapshot), dashes take the place of the rates."""
     models = {worker.model for worker in snapshot.workers.values()}
     running = sum(worker.running for worker in snapshot.workers.values())
     waiting = sum(worker.waiting for worker in snapshot.workers.values())
@@ -172,7 +176,8 @@ def _workers(count: int) -> str:
 
 
 def _model_suffix(models: Collection[str]) -> str:
-    """The model's name if all workers have the same, which then needs no column."""
+    """Return " of MODEL" for the headline if all workers have the same model, so that the table
+    needs no column for it; otherwise ""."""
     return f" of {next(iter(models))}" if len(models) == 1 else ""
 
 
@@ -198,7 +203,7 @@ def _row(worker: WorkerStats, rates: Rates | None, bar: int) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[Sequence[str]], gap: int) -> list[str]:
-    """Aligned columns, `gap` spaces apart."""
+    """Format rows of cells as lines with aligned columns, which are `gap` spaces apart."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         (" " * gap)
@@ -221,7 +226,8 @@ def _speeds(rates: Rates | None) -> str:
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Show the view until a key ends it. Raises ApiError if the server does not respond."""
+    """Run `pdserve top`: show the view until a key ends it, or once if not on a terminal. Returns
+    the exit code. Raises ApiError if the server does not respond at the start."""
     options = settings.build(TopSettings)
     client = client_of(options, timeout_s=WAIT_S)
     first = fetch_snapshot(client)
@@ -234,7 +240,8 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def fetch_snapshot(client: ApiClient) -> Snapshot:
-    """Raises ApiError if the server does not respond with pdserve's metrics."""
+    """Read the gateway's /metrics. Raises ApiError if the server does not respond, or not with
+    pdserve's metrics."""
     try:
         return parse_snapshot(client.get("/metrics?fleet=true").decode())
     except (ValueError, KeyError) as error:
@@ -244,7 +251,8 @@ def fetch_snapshot(client: ApiClient) -> Snapshot:
 
 
 def watch(client: ApiClient, previous: Snapshot, interval_s: float) -> None:
-    """Redraw until a key ends it; keeps retrying while the server is unreachable."""
+    """Redraw the view every `interval_s` until the user presses a key that ends it. While the
+    server is unreachable, shows the error and retries."""
     previous_at = time.monotonic()
     draw([*screen(client.url, previous, None, columns()), "", "press q to quit"])
     while not key_within(interval_s):
@@ -262,7 +270,7 @@ def watch(client: ApiClient, previous: Snapshot, interval_s: float) -> None:
 
 
 def key_within(seconds: float) -> bool:
-    """Whether a key that ends the view was pressed in that time."""
+    """Wait for at most `seconds`; return whether the user has pressed a key that ends the view."""
     deadline = time.monotonic() + seconds
     while (remaining_s := deadline - time.monotonic()) > 0:
         if select.select([sys.stdin], [], [], remaining_s)[0]:
@@ -277,7 +285,7 @@ def columns() -> int:
 
 
 def draw(lines: list[str]) -> None:
-    """Draw as many lines and columns as fit in the terminal."""
+    """Draw lines on the terminal from the top; what does not fit is cut off."""
     width, rows = shutil.get_terminal_size()
     visible_lines = [line[:width] + CLEAR_LINE for line in lines[: rows - 1]]
     sys.stdout.write(HOME + "\r\n".join(visible_lines) + CLEAR_REST)
@@ -286,7 +294,8 @@ def draw(lines: list[str]) -> None:
 
 @contextmanager
 def raw_terminal() -> Iterator[None]:
-    """Read keys one by one without echo in the block; restores the previous screen afterwards."""
+    """A context in which keys are read one by one and not shown; the terminal's previous screen is
+    restored at the end."""
     saved_attributes = termios.tcgetattr(sys.stdin)
     sys.stdout.write(ENTER)
     try:

@@ -1,4 +1,6 @@
-"""Options of the commands: their values from flags, environment and files, and their help."""
+"""Options of the commands: how they are declared, their help, and their values from flags,
+environment variables and files.
+"""
 
 from pdserve.cli.options.aliases import translate
 from pdserve.cli.options.options import (

@@ -1,6 +1,6 @@
-"""Aliases: options of vLLM.rs and candle-vllm, translated to options of pdserve.
+"""Accepts options of vLLM.rs and candle-vllm (aliases) by translating them to options of pdserve.
 
-`translate` rewrites a command line before parsing, so that all other code knows one name per
+`translate` rewrites a command line before it is parsed, so that all other code knows one name per
 option. Pure.
 """
 
@@ -23,14 +23,16 @@ ALIASES = (*WITH_VALUE, *BARE)
 
 
 def aliases_of(flags: Collection[str]) -> Collection[str]:
-    """Return the aliases of a command with these flags: all if it loads a model, else none."""
+    """Return the aliases that a command with these flags accepts: all if it loads a model,
+    otherwise none."""
     return ALIASES if {"--model", "--kv-dtype"} <= set(flags) else ()
 
 
 def translate(command: str, flags: Collection[str], arguments: Sequence[str]) -> list[str]:
-    """Replace the aliases in `arguments` by flags of the command, which has `flags`.
+    """Replace the aliases in a command line by the flags of `command`, which are in `flags`.
 
-    Raises OptionError for an alias that has no equivalent here; the message names the nearest one.
+    Raises OptionError for an alias that has no equivalent in pdserve; the message suggests the
+    nearest option.
     """
     if not aliases_of(flags):
         return list(arguments)
@@ -57,7 +59,8 @@ def translate(command: str, flags: Collection[str], arguments: Sequence[str]) ->
 
 
 def _read(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (alias, its value) or ("", word), in order."""
+    """Yield (alias, its value) for each alias of a command line, and ("", word) for each other
+    word, in order. Raises OptionError if an alias lacks its value."""
     remaining = iter(arguments)
     for argument in remaining:
         name, equals, value = argument.partition("=")

@@ -1,10 +1,10 @@
-"""Options derived from dataclass fields, and their values from all sources (flags > environment >
-YAML file > default).
+"""Derives options from dataclass fields, and resolves their values from all sources (flags override
+environment variables, which override the YAML file and the defaults).
 
 The field is the only definition of an option: its flag, environment variable, YAML key, bounds and
-help all derive from it. Every value records its source. A name that no command knows is an error,
-so a typo never silently becomes a default. Options of other commands are allowed, so one
-environment or one file serves all processes of a deployment.
+help all derive from it. Every value records its source. A name that no command has is an error, so
+a typo never silently selects a default. Options of other commands are allowed in the environment
+and in the file, so that one of each can serve all processes of a deployment.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,20 +28,24 @@ FALSE = ("false", "0", "no", "off")
 
 
 class OptionError(Exception):
-    """An option is unknown, malformed, out of range or contradicts another. Names the flag."""
+    """Raised if an option is unknown, malformed, out of range or contradicts another one. The
+    message names the option's flag."""
 
 
 class CommandError(Exception):
-    """A command cannot continue. `advice` begins with a line break, or is empty."""
+    """Raised if a command cannot continue; its message is printed. `advice` is text for the user to
+    print after the message, with a leading line break, or empty."""
 
     advice = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option. `name` is the YAML key; the flag and the environment variable derive from it.
+    """An option of a command. `name` is its YAML key, from which its flag and its environment
+    variable derive.
 
-    `field` is the dataclass field that the option fills; a `repeated` option holds a tuple.
+    `field` is the name of the dataclass field that the option sets; the value of a `repeated`
+    option is a tuple.
     """
 
     name: str
@@ -64,7 +68,8 @@ class Option:
         return ENV_PREFIX + self.name.upper()
 
     def parse(self, text: str, source: str) -> Any:
-        """Parse one value from a flag or the environment. Raises OptionError."""
+        """Parse the text of one value from a flag or an environment variable, and check it. Raises
+        OptionError if it is malformed or not allowed."""
         try:
             if self.kind is bool:
                 return _parse_bool(text)
@@ -73,7 +78,8 @@ class Option:
             raise self.wrong(source, f"{text!r} is not {_NOUNS[self.kind]}") from None
 
     def accept(self, value: Any, source: str) -> Any:
-        """Check a typed value, for example from a YAML file, and return it. Raises OptionError."""
+        """Check a value that already has a type, as from a YAML file, and return it. Raises
+        OptionError if it has the wrong type or is not allowed."""
         if self.repeated:
             items = value if isinstance(value, list) else [value]
             return tuple(self._accept_one(item, source) for item in items)
@@ -87,7 +93,8 @@ class Option:
         return self.check(value, source)
 
     def check(self, value: Any, source: str) -> Any:
-        """Return the value if it is within its bounds and choices. Raises OptionError."""
+        """Return the value if it is within the option's bounds and one of its choices. Raises
+        OptionError otherwise; `source` says in the message where the value comes from."""
         if self.choices and value not in self.choices:
             raise self.wrong(source, f"{value!r} is not one of {', '.join(self.choices)}")
         if self.min is not None and not value >= self.min:
@@ -120,10 +127,10 @@ def _parse_bool(text: str) -> bool:
 
 
 def options_of(cls: type, skip: Sequence[str] = ()) -> list[Option]:
-    """Return the options of a settings dataclass in field order, without the fields in `skip`;
-    options that all processes share come last.
+    """Return the options that derive from a settings dataclass, in the order of its fields, without
+    the fields in `skip`. Options that all services have come last.
 
-    A field without help is not an option: code sets its value.
+    A field without help text is not an option: code sets its value.
     """
     hints, option_fields = get_type_hints(cls), [f for f in fields(cls) if "help" in f.metadata]
     shared = {f.name for f in fields(ServerSettings)}
@@ -133,13 +140,13 @@ def options_of(cls: type, skip: Sequence[str] = ()) -> list[Option]:
 
 def _option(item: "Field[Any]", hint: Any) -> Option:
     if get_origin(hint) in (Union, UnionType):
-        raise TypeError(f"option {item.name}: unions are not supported")
+        raise TypeError(f"option {item.name}: the type of its field is a union, not one type")
     repeated = get_origin(hint) is tuple
     kind = get_args(hint)[0] if repeated else hint
     if kind not in _NOUNS:
-        raise TypeError(f"option {item.name}: {kind} is not supported")
+        raise TypeError(f"option {item.name}: fields of type {kind} are not supported")
     if item.default is MISSING:
-        raise TypeError(f"option {item.name} has no default")
+        raise TypeError(f"option {item.name}: its field has no default value")
     meta = item.metadata
     flag = meta.get("flag") or "--" + item.name.replace("_", "-")
     return Option(
@@ -158,7 +165,8 @@ def _option(item: "Field[Any]", hint: Any) -> Option:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An option's value and its source: a flag, a variable, a file or "default"."""
+    """The value of an option and its source: "flag --NAME", an environment variable, a file or
+    "default"."""
 
     value: Any
     source: str
@@ -169,17 +177,19 @@ class Value:
 
 
 class Settings:
-    """The resolved options of one command; read-only."""
+    """The resolved options of one command, in groups: one for each settings dataclass.
+    Read-only."""
 
     def __init__(self, groups: Mapping[type, Sequence[Option]], values: Mapping[str, Value]):
         self._groups = groups
         self.values = values
 
     def build(self, cls: type[T], **fixed: Any) -> T:
-        """Build the settings object of one group; `fixed` sets fields that are not options here.
+        """Make an object of the settings dataclass `cls` from the resolved options. `fixed` sets
+        fields that are not options of this command.
 
-        An option without a given value takes the group's default, because groups that share an
-        option may have different defaults. Raises OptionError if the class rejects the values.
+        An option that is not set has the default of this class, because classes that have an option
+        in common may have different defaults. Raises OptionError if the class rejects the values.
         """
         field_values = {
             option.field: self.values[option.name].value
@@ -192,7 +202,8 @@ class Settings:
             raise OptionError(str(error)) from None
 
     def options(self) -> list[Option]:
-        """Return every option once, in order; the first group defines a shared option."""
+        """Return all options in order, each once; if several groups have an option, that of the
+        first counts."""
         merged: dict[str, Option] = {}
         for options in self._groups.values():
             for option in options:
@@ -207,10 +218,12 @@ def resolve(
     environ: Mapping[str, str],
     config: Path | None,
 ) -> Settings:
-    """Merge all sources into the options of `groups`.
+    """Determine the value of each option in `groups` from flags, environment, YAML file and
+    defaults.
 
-    `known_names` holds the option names of all commands, `flags` the raw values by option name. An
-    empty environment variable counts as unset. Raises OptionError.
+    `known_names` are the names of the options of all commands; `flags` are the unparsed values from
+    the command line by option name. An empty environment variable counts as not set. Raises
+    OptionError if a name is unknown, a value is not allowed or the file cannot be used.
     """
     path = config or (Path(environ[CONFIG_ENV]) if environ.get(CONFIG_ENV) else None)
     env = _known_env(environ, known_names)
@@ -284,8 +297,8 @@ def _hint(name: str, known_names: Collection[str]) -> str:
 
 
 def render(settings: Settings) -> str:
-    """Return one line per option: `key: value  # source`. The line of a secret is a comment with a
-    mask, so that the text stays loadable and contains no secret."""
+    """Format the options as text, one line each: `key: value  # source`. A secret becomes a comment
+    with a mask, so that the text is valid YAML for --config and contains no secrets."""
     pairs = []
     for option in settings.options():
         resolved = settings.values[option.name]

@@ -1,5 +1,6 @@
-"""Command-line parsing and help, derived from options. argparse only splits words: values stay
-text, so that flags, environment and YAML share one set of checks."""
+"""Parses command lines and formats help, both derived from options. argparse only splits words:
+values stay text, so that flags, environment variables and YAML files are checked by the same code.
+"""
 
 import argparse
 from collections.abc import Collection, Sequence
@@ -15,7 +16,8 @@ from pdserve.cli.options.options import Option, OptionError
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A titled part of a command's help: the options of one settings dataclass."""
+    """A titled section of a command's help, with the options that derive from one settings
+    dataclass."""
 
     title: str
     cls: type
@@ -24,7 +26,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Positional:
-    """A positional argument."""
+    """A positional argument of a command: its name and its help text."""
 
     name: str
     help: str
@@ -44,7 +46,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """A help formatter as wide as the terminal, up to MAX_WIDTH; it never breaks a flag."""
+    """Formats help as wide as the terminal, but at most MAX_WIDTH columns; never breaks a line
+    inside a flag."""
 
     def __init__(self, prog: str):
         width = min(MAX_WIDTH, get_terminal_size().columns)
@@ -56,7 +59,8 @@ class _Formatter(argparse.HelpFormatter):
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A split command line: raw flag values by option name, positionals, and --config."""
+    """The parts of a split command line: unparsed flag values by option name, positional arguments
+    by name, and the path given by --config."""
 
     flags: dict[str, str | list[str]]
     positionals: dict[str, Any]  # a text, or a list of texts
@@ -70,7 +74,8 @@ def parse(
     positionals: Sequence[Positional],
     arguments: Sequence[str],
 ) -> Words:
-    """Split a command line. Prints help and exits for --help. Raises OptionError."""
+    """Split a command line by the options in `sections` and the positional arguments. For --help,
+    prints the help and exits. Raises OptionError if the command line is wrong."""
     words = [p.name + f" [{p.name} ...]" * p.repeated for p in positionals]
     parser = _Parser(
         prog=prog,
@@ -88,9 +93,9 @@ def parse(
     for p in positionals:
         parser.add_argument(p.name, help=p.help, nargs="+" if p.repeated else None)
     general = parser.add_argument_group("general")
-    general.add_argument("-h", "--help", action="help", help="show this help")
+    general.add_argument("-h", "--help", action="help", help="show this help and exit")
     if sections:
-        general.add_argument("--config", metavar="FILE", help="YAML file of options")
+        general.add_argument("--config", metavar="FILE", help="YAML file with values of options")
     seen: set[str] = set()
     for section in sections:
         group = parser.add_argument_group(section.title)
@@ -108,9 +113,10 @@ def parse(
 
 
 def check_flags(prog: str, arguments: Sequence[str], flags: Collection[str]) -> None:
-    """Raise OptionError for the first unknown word that looks like a flag; suggest a similar flag.
+    """Raise OptionError for the first word of a command line that looks like a flag but is not one
+    of `flags`; the message suggests a similar flag.
 
-    A flag's value that looks like a known flag passes; argparse reports the error.
+    A known flag in the place of another flag's value is not reported here; argparse reports it.
     """
     for argument in arguments:
         name = argument.partition("=")[0]

@@ -1,4 +1,6 @@
-"""Settings of the commands that are not services; each service owns its settings."""
+"""Settings of the commands that are not services; the settings of a service are in the service's
+package.
+"""
 
 from dataclasses import dataclass
 
@@ -11,7 +13,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 @dataclass(frozen=True)
 class UpSettings:
-    """Settings of `pdserve up`: the processes to start."""
+    """Settings of `pdserve up`: the processes to start, and how."""
 
     model: tuple[str, ...] = option(
         (), "GGUF file, model directory or Hugging Face id to serve; none: the bundled SmolLM2"
@@ -40,7 +42,7 @@ class UpSettings:
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """The server that a client command connects to."""
+    """The address and API key of the server to which a client command connects."""
 
     url: str = option(DEFAULT_URL, "base URL of the server, or unix:PATH of its socket")
     api_key: tuple[str, ...] = option(
@@ -50,7 +52,7 @@ class ClientSettings:
 
 @dataclass(frozen=True)
 class ChatSettings(ClientSettings):
-    """Settings of a conversation in the terminal."""
+    """Settings of `pdserve chat`, a conversation in the terminal."""
 
     model: str = option("", "model to use; empty: the first that the server lists")
     system: str = option("", "system message of the conversation")
@@ -66,7 +68,7 @@ class ChatSettings(ClientSettings):
 
 @dataclass(frozen=True)
 class CompleteSettings(ClientSettings):
-    """Settings of a run over a file of requests."""
+    """Settings of `pdserve complete`, which sends a file of requests."""
 
     model: str = option(
         "", "model for lines that do not name one; empty: the first that the server lists"
@@ -84,7 +86,7 @@ class CompleteSettings(ClientSettings):
 
 @dataclass(frozen=True)
 class BenchSettings(ClientSettings):
-    """Settings of a load test: the requests and the reported figures."""
+    """Settings of `pdserve bench`: the requests to send and the figures to report."""
 
     model: str = option("", "model to measure; empty: the first that the server lists")
     endpoint: str = option(
@@ -129,7 +131,7 @@ class BenchSettings(ClientSettings):
 
 @dataclass(frozen=True)
 class TopSettings(ClientSettings):
-    """Settings of the fleet view."""
+    """Settings of `pdserve top`, the live view of a server's workers."""
 
     once: bool = option(False, "print the view once and exit")
     interval_s: float = option(1.0, "seconds between two updates", min=0.1, max=3600)
@@ -137,7 +139,7 @@ class TopSettings(ClientSettings):
 
 @dataclass(frozen=True)
 class ReportSettings(ClientSettings, CertificateSettings):
-    """Settings of a report: its sources and its output file."""
+    """Settings of `pdserve report`: the sources of the diagnostic report, and its output file."""
 
     out: str = option(
         "",
@@ -157,7 +159,7 @@ class ReportSettings(ClientSettings, CertificateSettings):
     )
     trust_network: bool = option(False, "allow sending the secret unencrypted over this network")
     trace_dir: str = option(
-        "", "folder of the rings that record hand-offs; empty: the folder of `pdserve up`"
+        "", "folder of the ring files that record KV hand-offs; empty: the folder of `pdserve up`"
     )
     logs: tuple[str, ...] = option(
         (), "log files to add, as `kubectl logs` writes them; none: the logs of `pdserve up`"
@@ -167,7 +169,7 @@ class ReportSettings(ClientSettings, CertificateSettings):
 
 @dataclass(frozen=True)
 class CertsSettings:
-    """Settings of new certificates."""
+    """Settings of the certificates that `pdserve certs` creates."""
 
     days: float = option(
         365.0, "days for which each role's certificate is valid", min=0.01, max=3650
@@ -176,21 +178,22 @@ class CertsSettings:
 
 @dataclass(frozen=True)
 class QuantizeSettings:
-    """The type to which a model is quantized."""
+    """The data type to which `pdserve quantize` quantizes a model."""
 
     type: str = option("q4k", "target type: q4_0, q4_1, q5_0, q5_1, q8_0, or q2k to q6k")
 
 
 @dataclass(frozen=True)
 class HealthSettings(CertificateSettings):
-    """Settings of a health probe; with TLS, it presents the certificate of the probed process."""
+    """Settings of `pdserve health`; with TLS, the probe shows the certificate of the probed
+    process."""
 
     timeout: float = option(2.0, "seconds to wait for an answer", min=0.1, max=60)
 
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """Settings that select hand-offs to show, and the form of the output."""
+    """Settings of `pdserve replay`: which hand-offs of KV to show, and in which form."""
 
     attempt: str = option("", "show only attempts whose id begins with this prefix (hex)")
     check: bool = option(

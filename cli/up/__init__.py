@@ -1,1 +1,1 @@
-"""`pdserve up`: a complete system on one machine, and the supervision of its processes."""
+"""`pdserve up`: runs a complete system on one machine, and supervises its processes."""

@@ -1,13 +1,14 @@
-"""The child processes of `pdserve up`: the first code that runs in them, and the fork server, which
-imports the modules that several of them share and forks them.
+"""The child processes of `pdserve up`: the first code that runs in them, and the fork server, a
+process that imports the modules that several children need and then forks the children.
 
-A child's first code runs before torch is imported, to set cores and thread counts and to let the
-process die with its parent. The child reports its status to `pdserve up` as JSON over a pipe.
+A child's first code runs before torch is imported. It sets the child's cores and thread counts, and
+makes the child die with its parent. The child reports its status to `pdserve up` as JSON over a
+pipe.
 
-The fork server of multiprocessing listens at a path, imports from the current directory and lives
-as long as its last child. This one is reached by a pipe and ends with its parent; its children end
-with it. It has a single thread, because a fork keeps only the calling thread: modules that it
-imports must not start threads.
+Python's multiprocessing has a fork server that listens at a path, imports from the current
+directory and lives as long as its last child. This one instead is reached by a pipe and ends with
+its parent, and its children end with it. It has a single thread, because a fork keeps only the
+calling thread: modules that it imports must not start threads.
 """
 
 import importlib
@@ -45,8 +46,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The function that a child runs: `entry` is "module:function", takes `(*args, report=...)` and
-    returns the exit code. `log_folder` also receives the child's last log lines."""
+    """What a child process runs: `entry` names a function as "module:function", which is called as
+    `function(*args, report=...)` and returns the exit code. The child's last log lines are also
+    written to `log_folder`."""
 
     entry: str
     args: tuple[Any, ...]
@@ -55,7 +57,8 @@ class Task:
 
 
 def child_main(name: str, task: Task, parent: int, pipe: Connection) -> NoReturn:
-    """Run the task in a new process; `parent` is the parent's pid. Raises SystemExit."""
+    """Run the task as the main function of a new child process; `parent` is the parent's pid.
+    Raises SystemExit with the exit code."""
     # Ctrl-C in a terminal must reach only the parent, which stops its children in order.
     os.setpgid(0, 0)
     die_with(parent)
@@ -78,7 +81,8 @@ def child_main(name: str, task: Task, parent: int, pipe: Connection) -> NoReturn
 
 
 def reporter(pipe: Connection) -> Callable[[str, dict[str, Any]], None]:
-    """Return a thread-safe report function; it does nothing once the parent has died."""
+    """Make a thread-safe function that sends a child's reports over the pipe to its parent. It does
+    nothing once the parent has died."""
     lock = threading.Lock()
 
     def report(event: str, figures: dict[str, Any]) -> None:
@@ -87,14 +91,15 @@ def reporter(pipe: Connection) -> Callable[[str, dict[str, Any]], None]:
             try:
                 pipe.send_bytes(data)
             except OSError:
-                log.debug("the parent has ended; dropped the report %s", event)
+                log.debug("the parent process has ended; dropped the report %s for it", event)
 
     return report
 
 
 class ForkedProcess:
-    """A forked child, with the interface that a supervisor needs. Signals go through its pidfd,
-    because its pid may belong to another process once the fork server has reaped the child."""
+    """A child that the fork server has forked, with the methods of a process that the supervisor
+    uses. Signals are sent by its pidfd, because its pid may belong to another process once the fork
+    server has reaped the child."""
 
     def __init__(self, pid: int, pidfd: int, status: int) -> None:
         self.pid = pid
@@ -113,7 +118,7 @@ class ForkedProcess:
             signal.pidfd_send_signal(self.sentinel, number)
 
     def join(self) -> None:
-        """Wait until the process ends, and set `exitcode`."""
+        """Wait until the child has ended, and set `exitcode`."""
         wait([self.sentinel])
         has_status = wait([self._status], STATUS_S)
         code = os.read(self._status, MAX_CODE_BYTES) if has_status else b""
@@ -126,8 +131,8 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The supervisor's client of the fork server; not thread-safe. The server starts at the first
-    fork, and again if it has died."""
+    """The supervisor's client of the fork server process. It starts that process at the first fork,
+    and again if it has died. Not thread-safe."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self.modules = frozenset(modules)
@@ -135,8 +140,9 @@ class ForkServer:
         self._pipe: Connection | None = None
 
     def fork(self, name: str, task: Task, pipe: Connection) -> ForkedProcess:
-        """Fork a child that runs the task; the first call waits for the imports. Raises OSError if
-        the server has died, hangs or cannot fork."""
+        """Have the fork server fork a child that runs the task. The first call waits until the
+        server has imported its modules. Raises OSError if the server has died, does not respond or
+        cannot fork."""
         server, server_pid = self._start()
         status, status_writer = os.pipe()
         try:
@@ -161,7 +167,7 @@ class ForkServer:
         return ForkedProcess(reply, pidfd, status)
 
     def kill(self) -> None:
-        """Kill the server, and with it the children that still run."""
+        """Kill the fork server process, and with it the children that it has forked."""
         if self._process is not None and self._pipe is not None:
             self._process.kill()
             self._process.join()
@@ -170,7 +176,7 @@ class ForkServer:
         self._pipe = self._process = None
 
     def _start(self) -> tuple[Connection, int]:
-        """Start the server if it does not run; return its pipe and pid."""
+        """Start the fork server process unless it runs; return the pipe to it and its pid."""
         if self._process is None or self._pipe is None or not self._process.is_alive():
             self.kill()
             pipe, server_pipe = multiprocessing.Pipe()
@@ -187,10 +193,11 @@ class ForkServer:
 
 
 def serve(requests: Connection, modules: Sequence[str], parent: int) -> None:
-    """Run the fork server process: import the modules, then fork a child per request.
+    """Run the fork server process: import the modules, then fork a child for each request.
 
-    Blocks SIGNALS, because its children would die before they have drained. In a child, raises
-    SystemExit, so that the child ends like a spawned one.
+    Blocks SIGNALS, since if they ended this process, its children would die before they have
+    drained. In a child, raises SystemExit, so that the child ends like one that multiprocessing has
+    spawned.
     """
     os.setpgid(0, 0)
     die_with(parent)
@@ -233,7 +240,8 @@ def serve(requests: Connection, modules: Sequence[str], parent: int) -> None:
 
 
 def _reap(pidfd: int, pid: int, status: int) -> None:
-    """Send the exit code of a child that has ended, and close its descriptors."""
+    """Reap a child that has ended, send its exit code to the supervisor, and close its file
+    descriptors."""
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with suppress(BrokenPipeError):
         os.write(status, b"%d" % code)

@@ -1,7 +1,7 @@
 """`pdserve up`: a complete system on one machine, in which every process is a child of this one.
 
-All processes start together: the router's address is chosen beforehand and stays the same over
-restarts. No process remains when `run` returns.
+All processes start together: the router's address is chosen before that, and stays the same if the
+router restarts. When `run` returns, all processes have ended.
 """
 
 import logging
@@ -61,7 +61,8 @@ FIRST_PORT = 10_000  # lowest port that `free_port` chooses
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Start all processes, serve until a signal, stop them; return the exit code."""
+    """Run `pdserve up`: start all processes, serve until a signal, stop them. Returns the exit
+    code."""
     gateway = settings.build(GatewaySettings)
     as_json = gateway.log_format == "json"
     quiet_grpc_core(gateway.log_format)
@@ -86,7 +87,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 class System:
-    """The processes of one `up`; reports their state to the user on standard error."""
+    """The processes that `pdserve up` runs. Reports their state to the user on standard error."""
 
     def __init__(
         self,
@@ -94,7 +95,8 @@ class System:
         entries: Mapping[str, str] = ENTRIES,
         progress: ProgressView | None = None,
     ) -> None:
-        """Check the settings. Raises OptionError for contradictions, OSError for a port in use."""
+        """Check the options before anything is started. Raises OptionError if they contradict each
+        other, OSError if a port is in use."""
         self._settings = settings
         self._entries = entries
         self._up = settings.build(UpSettings)
@@ -115,11 +117,18 @@ class System:
         up, values = self._up, self._settings.values
         remote = values["remote_prefill"]
         if up.prefill == 0 and remote.value == "always":
-            raise OptionError("--remote-prefill always contradicts --prefill 0")
+            raise OptionError(
+                "--remote-prefill always contradicts --prefill 0: it needs a prefill worker"
+            )
         if up.cluster_secret and values["encrypt_kv"].value:
-            raise OptionError("--encrypt-kv contradicts --cluster-secret: it needs certificates")
+            raise OptionError(
+                "--encrypt-kv contradicts --cluster-secret: encryption needs certificates, which "
+                "`pdserve up` creates if no secret is set"
+            )
         if len(self._models) > 1 and values["served_name"].value:
-            raise OptionError("--served-name contradicts several --model")
+            raise OptionError(
+                "--served-name contradicts several --model: it is the name of one model"
+            )
         if len(set(self._models)) < len(self._models):
             raise OptionError("--model lists the same model twice")
         try:
@@ -136,14 +145,16 @@ class System:
             check_free(flag, host, port)
 
     def _has_keys(self) -> bool:
-        """Return whether the gateway requires API keys. Raises OptionError for unusable keys."""
+        """Return whether the gateway requires API keys. Raises OptionError if the configured keys
+        cannot be used."""
         try:
             return make_keys(self._gateway).required
         except (OSError, ValueError) as error:
             raise OptionError(f"--api-key-file: {error}") from None
 
     def reloading(self) -> tuple[str, ...]:
-        """Children that reload API keys at SIGHUP; empty without a key file: SIGHUP is a stop."""
+        """Return the names of the children that reload the API key file at SIGHUP. Empty without a
+        key file: SIGHUP then stops the system."""
         return (*self._gateway_names(), ROUTER) if self._gateway.api_key_file else ()
 
     def _gateway_names(self) -> list[str]:
@@ -151,23 +162,24 @@ class System:
         return [GATEWAY] if num == 1 else [worker_name(index) for index in range(num)]
 
     def _make_trust(self) -> dict[Role, dict[str, Any]]:
-        """Return each role's credentials for internal connections: the configured secret, or else
-        new certificates that only these processes have."""
+        """Return the credentials with which the processes authenticate to each other, by role: the
+        configured secret, or else new certificates that no other process has."""
         if self._up.cluster_secret:
             return {role: {"cluster_secret": self._up.cluster_secret} for role in Role}
         authority = make_authority()
         return {role: certificate_settings(authority, role) for role in Role}
 
     def _router_addresses(self) -> tuple[str, str]:
-        """Return (internal, client) address; with a secret, the first is both, the second empty."""
+        """Return the router's addresses: the one for the other processes, and a separate one for
+        clients. With a secret, clients use the first one too, and the second is empty."""
         port = self._up.router_port
         if self._up.cluster_secret:
             return f"127.0.0.1:{port or free_port()}", ""
         return f"127.0.0.1:{free_port()}", f"127.0.0.1:{port}"
 
     def serve(self, supervisor: Supervisor, folder: Path) -> int:
-        """Start the children, wait for a signal and end them; return the exit code. Raises
-        StartError."""
+        """Start the children, wait for a signal, then stop them; return the exit code. Raises
+        StartError if a child cannot start."""
         with self._database(folder) as database, self._gateway_tasks(folder, database) as tasks:
             return self._serve(supervisor, folder, tasks)
 
@@ -205,8 +217,8 @@ class System:
         return 0 if clean else 1
 
     def _workers(self) -> list[tuple[str, str, str]]:
-        """Return (name, role, model) of each worker; decode workers come first, so that they get
-        the surplus cores."""
+        """Return (name, role, model) of each worker. Decode workers come first, because the first
+        workers get the cores that cannot be divided evenly."""
         counts = {"decode": self._up.decode, "prefill": self._up.prefill}
         has_several_models = len(self._models) > 1
         return [
@@ -221,7 +233,8 @@ class System:
         ]
 
     def _trace_dir(self, folder: Path) -> str:
-        """Return the folder of the hand-off traces: the configured one, or else the run folder."""
+        """Return the folder of the ring files that record KV hand-offs: the configured folder, or
+        else that of this run."""
         return self._settings.values["trace_dir"].value or str(folder)
 
     def _router_task(self, folder: Path) -> Task:
@@ -238,9 +251,10 @@ class System:
 
     @contextmanager
     def _database(self, folder: Path) -> Iterator[str]:
-        """Yield the URL of the gateway's database. Without an option, this is a file per port, so
-        that the next system with the same port finds its data and not another system's batches.
-        With a random port, or if the file is not usable, it is a file in the run folder."""
+        """Yield the URL of the gateway's database: the configured one, or else a file for the
+        gateway's port, so that the next system with the same port finds its data and not another
+        system's batches. If the port is random or that file cannot be used, yield a file in the
+        folder of this run, which is removed at the end."""
         url, port = self._gateway.database_url, self._gateway.port
         with ExitStack() as stack:
             if not url:
@@ -261,7 +275,7 @@ class System:
     def _gateway_tasks(
         self, folder: Path, database: str
     ) -> Iterator[Mapping[str, Callable[[], Task]]]:
-        """Yield the function that makes the task of each gateway process, by process name."""
+        """Yield for each gateway process, by its name, the function that makes its task."""
         gateway_settings = replace(
             self._gateway,
             routers=(self._router_address,),
@@ -300,7 +314,7 @@ class System:
         return make
 
     def on_event(self, child: Child, event: str, figures: dict[str, Any]) -> None:
-        """Report an event of a child to the user."""
+        """Report a child's event (loading, ready, died, restart) to the user."""
         if event == "loading":
             self._progress.update(f"{child.name}: loading", float(figures.get("fraction", 0.0)))
         elif event == "ready":
@@ -350,13 +364,14 @@ class System:
 
 
 def program() -> str:
-    """Return the command that starts pdserve: its name, or this script's path if PATH lacks it."""
+    """Return the command with which the user can start pdserve: "pdserve", or the path of this
+    script if PATH does not contain it."""
     script = sys.argv[0]
     return script if Path(script).name == "pdserve" and not which("pdserve") else "pdserve"
 
 
 def free_port() -> int:
-    """Return a free port of 127.0.0.1 outside the ephemeral range, so that the system does not
+    """Return a free port of 127.0.0.1 outside the ephemeral range, so that the kernel does not
     assign it to another process before the router listens there."""
     try:
         end = int(EPHEMERAL_PORTS.read_text().split()[0])
@@ -372,7 +387,7 @@ def free_port() -> int:
 
 
 def _check_mcp(path: str) -> None:
-    """Raise OptionError for a file of MCP servers that the gateway could not use."""
+    """Raise OptionError if the configuration file of MCP servers cannot be used."""
     from pdserve.gateway.mcp import read_config  # imports pydantic, which is slow
 
     try:
@@ -382,7 +397,8 @@ def _check_mcp(path: str) -> None:
 
 
 def check_free(flag: str, host: str, port: int) -> None:
-    """Raise OSError, which names the flag and the port, if the port is in use."""
+    """Raise OSError, which names the flag and the port, if the port cannot be used, for example
+    because it is in use; port 0 is not checked."""
     if not port:
         return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -397,8 +413,8 @@ def check_free(flag: str, host: str, port: int) -> None:
 
 
 def say(text: str, level: int = logging.INFO) -> None:
-    """Print a message for the user to standard error; standard output is for text to copy. With
-    JSON logs, write a log line instead."""
+    """Print a message for the user on standard error, because standard output is for text to copy.
+    If logs are JSON, log the message instead."""
     if logs_json():
         log.log(level, "%s", text)
     else:

@@ -1,7 +1,8 @@
-"""Assignment of a machine's cores to its workers.
+"""Assigns the machine's CPU cores to the workers of `pdserve up`.
 
-Two thread pools on one core cost milliseconds per operation, so workers get disjoint cores as long
-as there is a core for each. Gateway and router, which mostly wait, share all cores.
+Two thread pools on one core cost milliseconds per operation, so each worker gets cores that no
+other worker uses, as long as there are enough. Gateway and router, which mostly wait, may use all
+cores.
 """
 
 import os
@@ -16,7 +17,8 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One process's share: compute threads, and the cores it is pinned to (empty: not pinned)."""
+    """One process's share of the machine: its number of compute threads, and the cores to which it
+    is pinned (empty: not pinned)."""
 
     threads: int
     cores: tuple[int, ...] = ()
@@ -31,7 +33,8 @@ class Share:
 
 
 def machine_cores() -> tuple[tuple[int, ...], int]:
-    """Return the cores this process may run on, and how many cores its cgroup quota allows."""
+    """Return the cores on which this process may run, and how many of them its cgroup quota allows
+    it to use."""
     cores = tuple(sorted(os.sched_getaffinity(0)))
     try:
         quota, period = QUOTA.read_text().split()
@@ -42,11 +45,12 @@ def machine_cores() -> tuple[tuple[int, ...], int]:
 
 
 def allot(cores: Sequence[int], num_usable: int, workers: int, threads: int = 0) -> list[Share]:
-    """Return a share per worker: `threads` each; with 0, divide all cores among the workers.
+    """Return each worker's share of the cores: `threads` cores each; if `threads` is 0, all cores
+    divided among the workers.
 
-    Under a quota (`num_usable` below the number of cores) workers are not pinned, because
+    Under a quota (`num_usable` is less than the number of cores) workers are not pinned, because
     neighbouring containers with the same quota would all choose the same cores. Raises OptionError
-    if `threads` exceeds the available cores; one thread per worker is always allowed.
+    if `threads` for all workers exceeds the usable cores; one thread per worker is always allowed.
     """
     if threads > 1 and threads * workers > num_usable:
         raise OptionError(
@@ -69,7 +73,8 @@ def allot(cores: Sequence[int], num_usable: int, workers: int, threads: int = 0)
 
 
 def take(share: Share) -> None:
-    """Confine this process to its share of cores. Call this before torch is imported."""
+    """Pin this process to the cores of its share, and set its thread counts. Call before torch is
+    imported."""
     if share.cores:
         os.sched_setaffinity(0, share.cores)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):

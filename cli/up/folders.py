@@ -1,11 +1,11 @@
-"""Folders and files of `pdserve up`: for one run, for data that outlives it, and the database of a
-port.
+"""Folders and files of `pdserve up`: a temporary folder for each run, a folder for data that
+outlives the run, and a database file for each port.
 
-A lock on the folder of a run marks its owner as alive; the next process removes the folders of
-killed owners.
+Each process locks the folder of its run, which shows that it is alive; the next process removes the
+folders of processes that were killed.
 
 The database's write-ahead log uses shared memory, so only one host may use the file, while several
-hosts may share a home directory. A lock file beside it marks it as in use.
+hosts may share a home directory. A lock file beside the database marks it as in use.
 """
 
 import fcntl
@@ -31,7 +31,8 @@ SHARED = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "gpfs"
 
 @contextmanager
 def run_dir(parent: Path | None = None) -> Iterator[Path]:
-    """Yield a private folder and remove it at the end. Also removes the folders of dead owners."""
+    """Create a private temporary folder for this run, and remove it at the end of the block. Also
+    removes folders whose processes were killed."""
     base = parent or Path(tempfile.gettempdir())
     sweep(base)
     path, lock = _locked_folder(base)
@@ -43,7 +44,7 @@ def run_dir(parent: Path | None = None) -> Iterator[Path]:
 
 
 def run_dirs(base: Path | None = None) -> list[Path]:
-    """Return this user's folders, including those of killed owners."""
+    """Return the folders of this user's runs, including those of processes that were killed."""
     paths = []
     for path in sorted((base or Path(tempfile.gettempdir())).glob(PREFIX + "*")):
         with suppress(FileNotFoundError):  # the owner has just ended
@@ -53,7 +54,8 @@ def run_dirs(base: Path | None = None) -> list[Path]:
 
 
 def _locked_folder(base: Path) -> tuple[Path, int]:
-    """Create a folder and lock it; retry if another process sweeps it before it is locked."""
+    """Create a folder for a run and lock it; return its path and the lock's file descriptor.
+    Retries if another process removes the folder before it is locked."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
         with suppress(FileNotFoundError):
@@ -65,7 +67,7 @@ def _locked_folder(base: Path) -> tuple[Path, int]:
 
 
 def sweep(base: Path) -> None:
-    """Remove this user's folders whose owner has died."""
+    """Remove this user's run folders whose processes have ended, that is, which are not locked."""
     for path in base.glob(PREFIX + "*"):
         with suppress(OSError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -78,8 +80,9 @@ def sweep(base: Path) -> None:
 
 
 def data_dir() -> Path:
-    """Return the folder (XDG base directory specification); create it if needed. Raises OSError if
-    it cannot be created, is not writable, or belongs to another user."""
+    """Return the user's folder for pdserve's data ("pdserve" in the XDG data directory), and create
+    it if needed. Raises OSError if it cannot be created, is not writable or belongs to another
+    user."""
     base = os.environ.get("XDG_DATA_HOME", "")
     folder = Path(base) if base.startswith("/") else Path.home() / ".local/share"
     folder /= "pdserve"
@@ -100,7 +103,8 @@ def data_dir() -> Path:
 
 @contextmanager
 def kept_database(folder: Path, port: int) -> Iterator[Path]:
-    """Yield the file, locked for the duration of the block. Raises OSError if it is not usable."""
+    """Yield the path of the gateway's database file for this host and port, which is locked during
+    the block. Raises OSError if the file cannot be used or another `pdserve up` uses it."""
     kind = _file_system(folder)
     if kind.partition(".")[0] in SHARED:  # fuse.sshfs
         raise OSError(f"{folder} is on a {kind} file system, which several hosts may share")
@@ -118,7 +122,7 @@ def kept_database(folder: Path, port: int) -> Iterator[Path]:
 
 
 def _host() -> str:
-    """Return a name of this host: a hash, so that the machine id stays private."""
+    """Return a name for this host: a hash, since the machine id must stay private."""
     name = ""
     with suppress(OSError):
         name = MACHINE_ID.read_text().strip()
@@ -126,7 +130,8 @@ def _host() -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """Return the type of the folder's file system in the kernel's terms; "" if unknown."""
+    """Return the kernel's name for the type of file system that contains the folder, e.g. "nfs4";
+    "" if it is unknown."""
     kind, longest = "", -1
     real = folder.resolve()
     with suppress(OSError):
@@ -141,7 +146,8 @@ def _file_system(folder: Path) -> str:
 
 
 def _check(path: Path) -> None:
-    """Raise OSError if the file is not writable, for example because the disk is full."""
+    """Raise OSError if the database file cannot be written, for example because the disk is
+    full."""
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
     try:

@@ -1,8 +1,8 @@
-"""Several gateway processes behind the same ports, and the parent that supervises them.
+"""Runs several gateway processes behind the same ports, and the parent that supervises them.
 
-The parent listens, and each process accepts from its socket, so a connection that arrives during a
-restart of one process goes to the others. gRPC cannot use a socket of another process, so each
-process listens for gRPC at a port that the parent holds.
+The parent opens the listening socket, and each process accepts connections from it, so a connection
+that arrives while one process restarts is served by another. gRPC cannot use a socket of another
+process, so each process opens the gRPC port itself, and the parent keeps it reserved.
 """
 
 import logging
@@ -30,8 +30,8 @@ STOP_SLACK_S = 2 * (GRACE_S + STOP_S)  # time that a process may take to stop af
 
 
 class GatewayWorkers:
-    """The sockets and the folder of counters that the gateway processes share; a context manager.
-    `task` returns what each process runs. Raises OSError if an address is in use."""
+    """A context manager that holds what several gateway processes share: the listening sockets, and
+    the folder of their metrics and rate-limit counts. Raises OSError if an address is in use."""
 
     def __init__(
         self, settings: GatewaySettings, num: int, folder: Path, entry: str = ENTRY
@@ -64,7 +64,8 @@ class GatewayWorkers:
         self._resources.close()
 
     def stop_listening(self) -> None:
-        """Close the parent's sockets. Connections are refused once no process listens either."""
+        """Close the parent's listening sockets. Connections are refused once the gateway processes
+        have closed theirs too."""
         self._listener.close()
         if self._unix is not None:
             self._unix.close()
@@ -74,7 +75,8 @@ class GatewayWorkers:
         return [worker_name(index) for index in range(self._num)]
 
     def task(self, index: int) -> Task:
-        """Return the task of one process, and remove the gauges and counts of its predecessor."""
+        """Make the task that gateway process number `index` runs, and remove the gauges and
+        connection counts that the previous process with this number has left."""
         for path in self._metrics.glob(f"gauge_*_{index}.db"):
             path.unlink()
         worker = GatewayWorker(
@@ -85,8 +87,8 @@ class GatewayWorkers:
 
 
 def run(settings: GatewaySettings) -> int:
-    """Serve with `settings.workers` processes until a signal; return the exit code. Raises OSError,
-    and StartError if no process can start."""
+    """Run `settings.workers` gateway processes until a signal; return the exit code. Raises OSError
+    if an address is in use, StartError if no process can start."""
     configure_logging("gateway", settings.log_level, log_format=settings.log_format)
     parent = _Parent()
     num = settings.workers
@@ -110,7 +112,7 @@ def run(settings: GatewaySettings) -> int:
 
 
 class _Parent:
-    """Log the events of the processes."""
+    """Logs the events of the gateway processes in their parent."""
 
     def __init__(self) -> None:
         self.listening = False  # one process has started, so all can

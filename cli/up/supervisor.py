@@ -1,10 +1,11 @@
-"""A supervisor that keeps a set of child processes alive and ends them in order.
+"""A supervisor of child processes: restarts those that die, and stops all in order.
 
 It uses one thread and does not poll: it sleeps until a child reports, a child dies, a restart is
-due or a signal arrives. All its children have ended when `stop` returns.
+due or a signal arrives. When `stop` returns, all children have ended.
 
-A child is forked if the fork server imports its module, so that all children and their restarts
-share one import. Other children are spawned, and so is a child that cannot be forked.
+A child is forked by the fork server if that imports the child's module, so that all such children
+and their restarts share one import. Other children are spawned, and so is a child that cannot be
+forked.
 """
 
 import json
@@ -37,18 +38,19 @@ MAX_DELAY_S = 30.0
 
 
 class StartError(Exception):
-    """A child process could not start, or ended before it was ever ready."""
+    """Raised if a child process could not start, or ended before it was ever ready."""
 
 
 def restart_delay(deaths_in_a_row: int) -> float:
-    """Return the seconds until a restart. `deaths_in_a_row` includes the current death."""
+    """Return how many seconds to wait before a child that has died is restarted. `deaths_in_a_row`
+    includes the latest death."""
     return 0.0 if deaths_in_a_row <= 1 else min(MAX_DELAY_S, 2.0 ** (deaths_in_a_row - 2))
 
 
 @dataclass(slots=True)
 class Child:
-    """A child process with the record of its starts and deaths. `make` builds its task at each
-    start."""
+    """A supervised child process, and the history of its starts and deaths. `make` makes the task
+    that it runs; it is called at each start."""
 
     name: str
     make: Callable[[], Task]
@@ -69,13 +71,15 @@ OnEvent = Callable[[Child, str, dict[str, Any]], None]
 
 
 def death_of(child: Child, code: int | None) -> str:
-    """Describe the death of a child in words; without a code, it could not start."""
+    """Describe how a child has died, as text for the user; `code` is its exit code, None if it
+    could not be started."""
     exit_text = "" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
     return f"{f'ended ({exit_text})' if exit_text else 'could not start:'} {child.failure}".rstrip()
 
 
 class Supervisor:
-    """A context manager for the main thread that owns the process's signals while it is open."""
+    """Keeps child processes running. A context manager for the main thread; while it is open, it
+    handles this process's signals."""
 
     def __init__(
         self,
@@ -84,9 +88,10 @@ class Supervisor:
         serving: Callable[[], bool] = lambda: False,
         reloading: Collection[str] = (),
     ) -> None:
-        """`preload` names the modules of tasks to fork. Once `serving()` is true, a child that ends
-        before it was ever ready does not end the system. SIGHUP is forwarded to the children named
-        in `reloading`; if there are none, it stops the system like SIGTERM."""
+        """`preload` names the modules that the fork server imports, whose tasks are forked. A child
+        that ends before it was ever ready ends the system, unless `serving()` is true. SIGHUP is
+        forwarded to the children named in `reloading`; if there are none, it stops the system like
+        SIGTERM."""
         self._on_event = on_event
         self._reloading = reloading
         self._hangup_pending = False  # a SIGHUP is not forwarded yet
@@ -126,7 +131,8 @@ class Supervisor:
             self._signalled_at = now
 
     def start(self, name: str, make: Callable[[], Task]) -> Child:
-        """Start a child and keep it alive from now on. Raises StartError if it cannot start."""
+        """Start a child process, and restart it whenever it dies. Raises StartError if it cannot be
+        started now."""
         child = Child(name, make)
         try:
             self._launch(child)
@@ -136,7 +142,8 @@ class Supervisor:
         return child
 
     def _launch(self, child: Child) -> None:
-        """Start the child's process. Raises OSError if the system cannot start one now."""
+        """Start the process of a child. Raises OSError if the operating system cannot start one
+        now."""
         child.started_at = time.monotonic()
         child.ready, child.failure, child.restart_at = False, "", None
         task = child.make()
@@ -152,7 +159,8 @@ class Supervisor:
         child.pipe = parent_end
 
     def _fork(self, name: str, task: Task, pipe: Connection) -> ForkedProcess | None:
-        """Fork the child; return None if its module is not preloaded or the fork fails."""
+        """Have the fork server fork a child that runs the task; return None if the fork server does
+        not import the task's module or cannot fork."""
         if task.entry.partition(":")[0] not in self._fork_server.modules:
             return None
         try:
@@ -169,7 +177,8 @@ class Supervisor:
         return process
 
     def run_until(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Watch and restart children until `done()` or a signal; return False on timeout.
+        """Watch and restart children until `done()` is true or a signal arrives. Returns False if
+        that takes longer than `timeout_s`, otherwise True.
 
         Raises StartError if a child ends before it was ever ready, unless `serving()` is true.
         """
@@ -183,7 +192,8 @@ class Supervisor:
         return True
 
     def _wait_for_events(self, deadline: float | None) -> None:
-        """Sleep until a child, a signal, a due restart or the deadline; then record the events."""
+        """Sleep until a child reports or dies, a signal arrives, a restart is due or the deadline
+        passes; then process reports and deaths."""
         restart_times = [c.restart_at for c in self.children if c.restart_at is not None]
         wake_at = min([*restart_times, *([] if deadline is None else [deadline])], default=None)
         sources: list[Any] = [self._wake]
@@ -202,7 +212,8 @@ class Supervisor:
                 self._reap(child)
 
     def _forward_hangup(self) -> None:
-        """Forward SIGHUP to ready children that reload; others may lack a handler and would die."""
+        """Forward SIGHUP to the ready children that reload their API keys. Others may not handle
+        SIGHUP, and it would kill them."""
         for child in self.children:
             if child.name in self._reloading and child.ready and child.process:
                 if isinstance(child.process, ForkedProcess):
@@ -211,7 +222,8 @@ class Supervisor:
                     os.kill(child.process.pid, signal.SIGHUP)
 
     def _read(self, child: Child) -> None:
-        """Read the pending reports of a child; close the pipe at its end or on a malformed one."""
+        """Read and process all pending reports of a child. Close its pipe if the child has closed
+        it or a report is malformed."""
         while child.pipe:
             try:
                 if not child.pipe.poll():
@@ -241,7 +253,7 @@ class Supervisor:
         self._record_death(child, code)
 
     def _record_death(self, child: Child, code: int | None) -> None:
-        """Record a death and plan the restart."""
+        """Record a child's death, plan its restart, and report the event."""
         lived_s = time.monotonic() - child.started_at
         child.deaths_in_a_row = 1 + (child.deaths_in_a_row if lived_s < SOON_S else 0)
         restart_s = restart_delay(child.deaths_in_a_row)
@@ -264,9 +276,10 @@ class Supervisor:
                     self._record_death(child, None)
 
     def stop(self, stages: Sequence[Sequence[Child]], bound_s: float) -> bool:
-        """Send SIGTERM to each stage in turn and wait for it; kill the rest after `bound_s`.
+        """Stop the children, one stage after the other: send SIGTERM to all of a stage and wait
+        until they have ended. Children that still run after `bound_s` are killed.
 
-        A further signal kills at once. Returns whether all children ended by themselves.
+        Another signal kills them at once. Returns whether all children ended without being killed.
         """
         deadline = time.monotonic() + bound_s
         num_signals = len(self.signals)
@@ -283,7 +296,8 @@ class Supervisor:
         return not self.kill()
 
     def kill(self) -> int:
-        """Send SIGKILL to every running child; return their number."""
+        """Send SIGKILL to every running child, and wait for its end; return the number of these
+        children."""
         running = [child for child in self.children if child.process]
         for child in running:
             assert child.process is not None

@@ -1,1 +1,1 @@
-"""What all processes share: options, logs, lifecycle, errors, gRPC, authentication."""
+"""Code that all processes share: options, logs, lifecycle, errors, gRPC, authentication."""

@@ -1,9 +1,9 @@
-"""Resolves targets to addresses by DNS or Kubernetes, and orders addresses by rendezvous hash.
+"""Resolves targets to addresses by DNS or Kubernetes, and orders addresses by rendezvous hashing.
 
-docs/discovery.md describes the effect of each failure. All processes that know the same names order
-them identically. Adding or removing a name keeps the order of the others, so if the first K of N
-are used, K of N keys move (Thaler and Ravishankar, "Using Name-Based Mappings to Increase Hit
-Rates", 1998).
+docs/discovery.md describes the effect of each failure. All processes that know the same addresses
+order them identically for a key. Adding or removing an address keeps the order of the others, so if
+each key uses the first K of N addresses, a change of one address moves a share K/N of the keys
+(Thaler and Ravishankar, "Using Name-Based Mappings to Increase Hit Rates", 1998).
 """
 
 import hashlib
@@ -18,17 +18,18 @@ log = logging.getLogger(__name__)
 
 
 class Resolver(Protocol):
-    """Resolves the addresses of one target."""
+    """Interface that resolves one target to the addresses of its processes."""
 
     def addresses(self) -> list[str]:
-        """The current host:port of each process, sorted. May wait for the network."""
+        """Return the current host:port of each process of the target, sorted. May wait for the
+        network."""
 
     def close(self) -> None:
-        """Stop making requests; returns at once."""
+        """Stop resolving: send no more requests. Returns at once."""
 
 
 class DnsResolver:
-    """Resolves host:port. A host that is a name is looked up at each call."""
+    """Resolves a target host:port by DNS. A host name is looked up again at each call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -41,7 +42,8 @@ class DnsResolver:
 
 
 class Discovery:
-    """Finds the processes behind targets. One thread at a time may call `look`."""
+    """Finds the addresses of the processes behind targets. Only one thread at a time may call
+    `look`."""
 
     def __init__(
         self,
@@ -51,20 +53,21 @@ class Discovery:
         *,
         ready_only: bool,
     ) -> None:
-        """`option` is the option that holds the targets, for errors. `on_change` is called, from
-        any thread, when `look` would return a different result; not for DNS, which sends no
-        notifications. `ready_only` excludes processes that Kubernetes calls not ready. Raises
-        ValueError if a target is malformed."""
+        """`option` is the name of the option that holds the targets; error messages name it.
+        `on_change` is called, from any thread, when `look` would return a different result; it is
+        never called for DNS targets, since DNS sends no notifications. `ready_only` excludes
+        processes that are not ready according to Kubernetes. Raises ValueError if a target is
+        malformed."""
         self._resolvers = {
             target: _make_resolver(option, target, on_change, ready_only) for target in targets
         }
 
     def look(self) -> dict[str, list[str]]:
-        """Addresses by target; may wait for the network."""
+        """Return the current addresses (host:port) of each target. May wait for the network."""
         return {target: resolver.addresses() for target, resolver in self._resolvers.items()}
 
     def close(self) -> None:
-        """Stop making requests; returns at once."""
+        """Stop resolving: send no more requests. Returns at once."""
         for resolver in self._resolvers.values():
             resolver.close()
 
@@ -85,7 +88,8 @@ def _make_resolver(
 
 
 def resolve(name: str) -> list[str]:
-    """The current addresses of host:port; empty if it cannot be resolved."""
+    """Look up a host:port by DNS; return its current addresses, sorted, or an empty list if the
+    lookup fails."""
     host, _, port = name.rpartition(":")
     try:
         infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -97,7 +101,7 @@ def resolve(name: str) -> list[str]:
 
 
 def check_targets(option: str, targets: Sequence[str]) -> None:
-    """Raises ValueError, naming the option, if a target is malformed."""
+    """Raise ValueError, which names the option, if a target is malformed."""
     for target in targets:
         try:
             parse_kubernetes(target)
@@ -106,19 +110,19 @@ def check_targets(option: str, targets: Sequence[str]) -> None:
 
 
 def weight(key: bytes, address: str) -> bytes:
-    """Return the weight of an address for a key of at most 64 bytes; the highest weight comes
-    first."""
+    """Return the rendezvous weight of an address for a key of at most 64 bytes. The address with
+    the highest weight comes first in the key's order."""
     return hashlib.blake2b(address.encode(), digest_size=8, key=key).digest()
 
 
 def rendezvous_order(key: bytes, addresses: Iterable[str]) -> list[str]:
-    """Return the distinct addresses, sorted by descending weight for the key."""
+    """Return the distinct addresses in the key's rendezvous order: by descending weight."""
     return sorted(set(addresses), key=lambda a: (weight(key, a), a), reverse=True)
 
 
 def first_that_count(order: Iterable[str], num: int, counts: Callable[[str], bool]) -> list[str]:
-    """Return the shortest prefix of `order` in which `counts` is true for `num` addresses; the
-    whole order if there are fewer."""
+    """Return the shortest prefix of `order` that contains `num` addresses for which `counts` is
+    true; all of `order` if it has fewer such addresses."""
     prefix = []
     for address in order:
         if num <= 0:

@@ -1,4 +1,5 @@
-"""Targets that are Kubernetes Services, and the endpoints in a Service's EndpointSlices. Pure.
+"""Parses targets that name a Kubernetes Service, and tracks the endpoints in the Service's
+EndpointSlices. Pure: no input or output.
 
 Invariant: the newest version of each slice wins, so a repeated or late event changes nothing.
 (EndpointSlice of discovery.k8s.io/v1; resource versions are increasing numbers.)
@@ -17,7 +18,7 @@ _SERVICE = re.compile(
 
 
 class KubernetesTarget(NamedTuple):
-    """One port of a Service."""
+    """A target that names one port of a Kubernetes Service."""
 
     namespace: str  # empty: the pod's namespace
     service: str
@@ -25,7 +26,8 @@ class KubernetesTarget(NamedTuple):
 
 
 def parse_kubernetes(target: str) -> KubernetesTarget | None:
-    """The Service that a target names; None for host:port. Raises ValueError if it is neither."""
+    """Parse a target of the form kubernetes://[namespace]/service[:port]; return None for a target
+    host:port. Raises ValueError for any other text."""
     if match := _SERVICE.fullmatch(target):
         return KubernetesTarget(match["namespace"] or "", match["service"], match["port"] or "")
     if "://" in target or not re.fullmatch(r".+:\d+", target):
@@ -36,18 +38,20 @@ def parse_kubernetes(target: str) -> KubernetesTarget | None:
 
 
 class SliceEndpoint(NamedTuple):
-    """A process of the Service, at host:port."""
+    """One process of a Service: its address (host:port), and whether Kubernetes reports it as
+    ready."""
 
     address: str
     ready: bool
 
 
 class WatchError(Exception):
-    """The API server ended a watch with an error."""
+    """Raised when the API server reports in a watch that the watch has failed."""
 
 
 class WatchExpired(WatchError):
-    """The API server no longer has the events since the watched version; list again."""
+    """Raised when the API server no longer has the events that follow the version from which a
+    watch started; the slices must be listed again."""
 
 
 class _PodEndpoint(NamedTuple):
@@ -57,9 +61,9 @@ class _PodEndpoint(NamedTuple):
 
 
 class EndpointSlices:
-    """The slices of a Service, and the endpoints of one of its ports.
+    """The known EndpointSlices of a Service, and the endpoints of one of its ports.
 
-    `port` is the name of a port, or a number that is used as it is; empty: the slices' only port.
+    `port` is the name of a port, or its number; if it is empty, the slices must have only one port.
     """
 
     def __init__(self, port: str) -> None:
@@ -71,17 +75,17 @@ class EndpointSlices:
 
     @property
     def version(self) -> str:
-        """The resource version to watch from; empty if a list is needed first."""
+        """The resource version from which to watch; empty if the slices must be listed first."""
         return str(self._newest) if self._newest else ""
 
     def expire(self) -> None:
-        """Require a new list, because events may have been missed. The known slices stay until
-        then."""
+        """Require that the slices are listed again, because events may have been missed. The known
+        slices stay in use until then."""
         self._newest = 0
 
     def take_list(self, response: Any) -> None:
-        """Replace all slices. Raises ValueError, and changes nothing, if `response` is not a list
-        of slices."""
+        """Replace all slices by the API server's response to a list request. Raises ValueError, and
+        changes nothing, if `response` is not a list of EndpointSlices."""
         try:
             if response["kind"] != "EndpointSliceList":
                 raise ValueError(f"kind {response['kind']!r}")
@@ -90,13 +94,15 @@ class EndpointSlices:
             versions = {_name(item): _version(item) for item in items}
             slices = {_name(item): _read(item, self._port) for item in items}
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"not a list of EndpointSlices: {error!r}") from error
+            raise ValueError(
+                f"the API server's response is not a list of EndpointSlices: {error!r}"
+            ) from error
         self._listed = self._newest = version
         self._versions, self._slices = versions, slices
 
     def take_event(self, event: Any) -> None:
-        """Apply one line of a watch. Raises WatchError if the API server reports that the watch
-        failed; ValueError, without changes, if the line is not an event."""
+        """Apply one event of a watch. Raises WatchError if the event reports that the watch failed;
+        ValueError, and changes nothing, if it is not an event of an EndpointSlice."""
         try:
             kind, slice_object = event["type"], event["object"]
             if kind == "ERROR":
@@ -108,7 +114,9 @@ class EndpointSlices:
             if kind != "BOOKMARK":
                 self._take_slice(slice_object, version, kind == "DELETED")
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"not an event of an EndpointSlice: {error!r}") from error
+            raise ValueError(
+                f"the API server sent a line that is not an event of an EndpointSlice: {error!r}"
+            ) from error
         self._newest = max(self._newest, version)
         if len(self._versions) - len(self._slices) > MAX_DELETED:
             self.expire()
@@ -129,8 +137,9 @@ class EndpointSlices:
         self._versions[name] = version
 
     def endpoints(self) -> list[SliceEndpoint]:
-        """The endpoints, sorted. Each pod appears once: by the most recently written slice if it is
-        moving between slices, and by IPv4 if it has both families."""
+        """Return the endpoints of all slices, sorted by address. Each pod appears once: if it is in
+        two slices, the most recently written one counts; if it has an IPv4 and an IPv6 address,
+        IPv4 counts."""
         pods: dict[str, dict[bool, SliceEndpoint]] = {}
         for name in sorted(self._slices, key=self._versions.__getitem__):
             for pod_endpoint in self._slices[name]:
@@ -151,7 +160,8 @@ def _version(slice_object: Any) -> int:
 
 
 def _read(slice_object: Any, port: str) -> list[_PodEndpoint]:
-    """The endpoints of a slice; empty if it lacks the port or holds domain names."""
+    """Return the endpoints of one slice; empty if the slice lacks the port, or if its addresses are
+    domain names instead of IP addresses."""
     family = slice_object["addressType"]
     number = _port_number(slice_object.get("ports") or (), port)
     if number is None or family not in ("IPv4", "IPv6"):

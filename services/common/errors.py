@@ -19,7 +19,7 @@ FAILURE_KEY = "pdserve-failure-bin"  # trailing metadata: the serialized Failure
 
 
 class Mapping(NamedTuple):
-    """How one ErrorCode looks to HTTP and to gRPC clients."""
+    """The HTTP status and the gRPC status that clients receive for one ErrorCode."""
 
     http: int
     grpc: grpc.StatusCode
@@ -55,8 +55,9 @@ _BARE_STATUS: dict[grpc.StatusCode, pb.ErrorCode] = {
 
 
 def cut(text: str, max_bytes: int) -> str:
-    """Shorten the text to at most `max_bytes`, counted as gRPC sends them, so that the next hop
-    does not cut it again; a cut text ends with its original length."""
+    """Shorten an error's text so that gRPC sends at most `max_bytes` for it. The next process then
+    need not shorten it again. A shortened text ends with a note of its original length in
+    characters."""
     if len(text) <= max_bytes and sum(map(_sent_bytes, text)) <= max_bytes:
         return text
     suffix = _length_note(text)
@@ -66,8 +67,8 @@ def cut(text: str, max_bytes: int) -> str:
 
 
 def _sent_bytes(character: str) -> int:
-    """Bytes of a character on the wire: gRPC percent-encodes what is not printable ASCII, three for
-    each byte."""
+    """Return how many bytes gRPC sends for a character of a status message. gRPC percent-encodes
+    all but printable ASCII: each byte becomes three."""
     plain = " " <= character <= "~" and character != "%"
     return 1 if plain else 3 * len(character.encode(errors="replace"))
 
@@ -77,13 +78,14 @@ def _length_note(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A client's text for an error or a log line: its repr; only the first MAX_QUOTED characters
-    of a longer text."""
+    """Return a client's text as it appears in an error or a log line: its repr, of which a text
+    longer than MAX_QUOTED characters shows only these and a note of its length."""
     return repr(text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + _length_note(text))
 
 
 class ServiceError(Exception):
-    """A typed error with public text; `retry_after_s` 0 means no advice."""
+    """An error with an ErrorCode and a text that clients may see. `param` names the faulty request
+    parameter; `retry_after_s` says when a retry makes sense, 0 if that is unknown."""
 
     def __init__(
         self, code: pb.ErrorCode, message: str, param: str = "", retry_after_s: float = 0.0
@@ -96,7 +98,8 @@ class ServiceError(Exception):
         self.retry_after_s = retry_after_s
 
     def to_failure(self) -> pb.Failure:
-        """Convert to the wire message; `retry_after_s` is rounded up to whole milliseconds."""
+        """Convert the error to the Failure message; `retry_after_s` is rounded up to whole
+        milliseconds."""
         return pb.Failure(
             code=self.code,
             message=self.message,
@@ -106,12 +109,13 @@ class ServiceError(Exception):
 
     @classmethod
     def from_failure(cls, failure: pb.Failure) -> "ServiceError":
-        """The error that a peer reported; an unknown code becomes INTERNAL."""
+        """Make the error from a peer's Failure message; an unknown error code becomes INTERNAL."""
         return cls(failure.code, failure.message, failure.param, failure.retry_after_ms / 1000)
 
     @classmethod
     def from_rpc(cls, error: grpc.RpcError) -> "ServiceError":
-        """The error behind a failed call: the peer's Failure, or else the bare status."""
+        """Make the error from a failed gRPC call: from the Failure message in its trailing
+        metadata, or if there is none, from its gRPC status."""
         trailing: Any = error.trailing_metadata() if hasattr(error, "trailing_metadata") else ()
         for key, value in trailing or ():
             if key == FAILURE_KEY:
@@ -127,8 +131,8 @@ class ServiceError(Exception):
 
 
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: ServiceError) -> NoReturn:
-    """End a call with the error's status. The Failure travels as trailing metadata, after any that
-    is already set."""
+    """End a gRPC call with the status and the text of the error, and with its Failure message in
+    the trailing metadata. Trailing metadata that is already set is kept."""
     failure = (FAILURE_KEY, error.to_failure().SerializeToString())
     trailing = (*(context.trailing_metadata() or ()), failure)
     await context.abort(CATALOGUE[error.code].grpc, error.message, trailing)

@@ -1,5 +1,5 @@
-"""Shares resources between owners: a queue and a semaphore in which they take turns, and a bound
-with a share for each.
+"""Shares resources fairly between owners (clients): a queue and a semaphore that serve owners in
+turn, and a bounded resource of which each owner has a share.
 
 No owner waits for everything that another has queued, or is refused because of what another holds.
 """
@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """A queue in which owners take turns; the items of one owner keep their order."""
+    """A queue that serves its owners in turn, one item each; the items of one owner keep their
+    order."""
 
     def __init__(self) -> None:
         self._queues: dict[bytes, deque[T]] = {}  # the next owner first; none is empty
@@ -29,9 +30,10 @@ class FairQueue(Generic[T]):
         self._queues.setdefault(owner, deque()).append(item)
 
     def pop(self) -> T:
-        """Remove and return the next item. Raises KeyError if the queue is empty."""
+        """Remove and return the oldest item of the owner whose turn it is. Raises KeyError if the
+        queue is empty."""
         if not self._queues:
-            raise KeyError("the queue is empty")
+            raise KeyError("cannot take an item: the queue is empty")
         owner = next(iter(self._queues))
         queue = self._queues.pop(owner)
         item = queue.popleft()
@@ -41,12 +43,13 @@ class FairQueue(Generic[T]):
 
 
 class FairShare:
-    """Counts what each owner holds of a bounded resource.
+    """Counts how much of a bounded resource each owner holds, and decides who may take more.
 
     Once the bound is reached, an owner gets more only while it holds less than its share: the bound
-    divided by the number of owners. So an owner that takes all it can get is refused itself, not
-    the others. A 64th of the bound is available to every owner, whatever the others hold. The total
-    is at most twice the bound, plus the 64ths of owners that came later.
+    divided by the number of owners. So an owner that takes all it can get is itself refused, and
+    the others are not. A 64th of the bound is available to every owner, whatever the others hold.
+    The total is at most twice the bound, plus a 64th of the bound for each owner that arrives once
+    it is reached.
     """
 
     def __init__(self, limit: int) -> None:
@@ -55,7 +58,7 @@ class FairShare:
         self.total = 0
 
     def has_room(self, owner: bytes, amount: int = 1) -> bool:
-        """Whether the owner may take `amount`."""
+        """Return whether the owner may take `amount` more of the resource."""
         if self.total + amount <= self._limit:
             return True
         owner_amount = self._held.get(owner, 0)
@@ -66,8 +69,8 @@ class FairShare:
 
     @contextmanager
     def holding(self, owner: bytes, amount: int, resource: str) -> Iterator[None]:
-        """Hold `amount` for the owner in the block. Raises ServiceError OVERLOADED, which names
-        `resource`, if it does not fit."""
+        """A context in which the owner holds `amount` of the resource. Raises ServiceError
+        OVERLOADED, whose text names `resource`, if the owner may not take that much."""
         if not self.has_room(owner, amount):
             raise ServiceError(OVERLOADED, f"too many {resource} at once", retry_after_s=1.0)
         self.take(owner, amount)
@@ -89,7 +92,8 @@ class FairShare:
 
 
 class FairSemaphore:
-    """At most `capacity` holders at once; waiting owners get one turn after the other."""
+    """A semaphore for at most `capacity` holders at once; owners with waiting tasks are served in
+    turn."""
 
     def __init__(self, capacity: int) -> None:
         self._free = capacity
@@ -97,7 +101,8 @@ class FairSemaphore:
 
     @asynccontextmanager
     async def turn(self, owner: bytes) -> AsyncIterator[None]:
-        """Run the block when it is the owner's turn."""
+        """A context manager that waits until the owner may run, and holds the semaphore during the
+        block."""
         if self._free:
             self._free -= 1
         else:

@@ -1,9 +1,10 @@
-"""Watches the EndpointSlices of a Service at the Kubernetes API server, on a thread per Service.
+"""Watches the EndpointSlices of a Service at the Kubernetes API server, on one thread per Service.
 
-While the API server is unreachable, the last view stays; a view is empty only if the server said
-so. Any end of a watch other than the server's time limit causes a new list, which recovers missed
-events. The certificate authority and the service account's token are read for each request, since
-the kubelet replaces both files. docs/discovery.md explains why this is not a client library.
+While the API server is unreachable, the last known endpoints stay in use; they become empty only if
+the server reports so. If a watch ends for any reason other than the server's time limit, the slices
+are listed again, which recovers missed events. The certificate authority and the service account's
+token are read for each request, since the kubelet replaces both files. docs/discovery.md explains
+why this is not a client library.
 """
 
 import json
@@ -56,7 +57,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 class ApiServerError(Exception):
-    """The API server refused a request."""
+    """Raised when the Kubernetes API server answers a request with an error status."""
 
     def __init__(self, status: int, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(f"{status}: {message}")
@@ -65,11 +66,11 @@ class ApiServerError(Exception):
 
 
 class ApiServer:
-    """The API server's address, and the service account for requests to it."""
+    """A client of the Kubernetes API server, which authenticates with the pod's service account."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, account: str = "") -> None:
-        """`account` is the folder of the service account's files. Raises ValueError outside a
-        pod."""
+        """`account` is the folder of the service account's files (token, ca.crt, namespace). Raises
+        ValueError if this process does not run in a pod."""
         host, port = (environ.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
         if not host or not port.isdecimal():
             raise ValueError(
@@ -80,7 +81,7 @@ class ApiServer:
         self._account = Path(account or SERVICE_ACCOUNT)
 
     def namespace(self) -> str:
-        """The pod's namespace. Raises OSError if its file cannot be read."""
+        """Return the namespace of this process's pod. Raises OSError if its file cannot be read."""
         return (self._account / "namespace").read_text().strip()
 
     @contextmanager
@@ -91,9 +92,10 @@ class ApiServer:
         silent_s: float,
         on_connect: Callable[[socket.socket], None],
     ) -> Iterator[BufferedIOBase]:
-        """A response of status 200, whose reads time out after `silent_s` each. `on_connect`
-        receives the socket; shutting it down from another thread ends the reads. Raises
-        ApiServerError if the server refuses, OSError if the connection fails, also during reads."""
+        """Send a GET request and yield its response, of status 200. A read of the response times
+        out after `silent_s` without data. `on_connect` receives the socket; shutting it down from
+        another thread ends the reads. Raises ApiServerError if the response has another status,
+        OSError if the connection fails, also during reads."""
         context = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
         # Authorities of many clusters lack fields that Python 3.13 requires by default.
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
@@ -117,16 +119,18 @@ class ApiServer:
 
 
 def read_json(response: BufferedIOBase) -> Any:
-    """The whole response. Raises ValueError if it is not JSON."""
+    """Read the whole response as JSON. Raises ValueError if it is not JSON."""
     return json.loads(response.read(MAX_BYTES))
 
 
 def read_lines(response: BufferedIOBase) -> Iterator[Any]:
-    """The JSON objects of a watch until it ends. Raises ConnectionError if it breaks off within
-    one, ValueError if one is not JSON."""
+    """Yield the events of a watch, one JSON object per line, until the watch ends. Raises
+    ConnectionError if it ends in the middle of a line, ValueError if a line is not JSON."""
     while line := response.readline(MAX_BYTES):
         if not line.endswith(b"\n"):
-            raise ConnectionError("the watch broke off within an event")
+            raise ConnectionError(
+                "the connection to the API server ended in the middle of an event"
+            )
         yield json.loads(line)
 
 
@@ -138,7 +142,8 @@ def _keep_alive(sock: socket.socket) -> None:
 
 
 def _error(response: HTTPResponse) -> ApiServerError:
-    """Return the error that the response's Status message describes."""
+    """Return the ApiServerError of a refused request, with the message of the Status object in the
+    response if there is one."""
     message = response.reason
     with suppress(OSError, HTTPException, ValueError, KeyError, TypeError):  # a proxy's error page
         message = str(json.loads(response.read(1 << 16))["message"])
@@ -150,13 +155,15 @@ FORESEEN = (ApiServerError, WatchError, OSError, ValueError)
 
 
 class EndpointSliceWatch:
-    """A Resolver of one Service. Its thread starts with the first call of `addresses` and is the
-    only writer of its state."""
+    """A Resolver for one Kubernetes Service. Its thread starts at the first call of `addresses`,
+    and is the only writer of its state."""
 
     def __init__(
         self, target: KubernetesTarget, on_change: Callable[[], None], ready_only: bool
     ) -> None:
-        """Raises ValueError outside a pod."""
+        """`on_change` is called on the watch's thread when the endpoints change. `ready_only`
+        excludes endpoints that are not ready. Raises ValueError if this process does not run in a
+        pod."""
         self._target = target
         self._on_change = on_change
         self._ready_only = ready_only
@@ -229,7 +236,8 @@ class EndpointSliceWatch:
         self._listed.set()
 
     def _watch(self) -> None:
-        """Watch until the API server ends the watch at its time limit."""
+        """Send a watch request and apply its events until the API server ends the watch at its time
+        limit."""
         limit_s = max(1, round(WATCH_S * random.uniform(0.75, 1.0)))
         with self._get(
             watch="true",
@@ -260,12 +268,17 @@ class EndpointSliceWatch:
             raise ConnectionError("closed")
 
     def _log_failure(self, error: Exception) -> None:
-        """Log a failure, once for each reason until a watch begins again."""
+        """Log why listing or watching failed; a repeated reason is logged again only after a watch
+        has begun."""
         foreseen = isinstance(error, FORESEEN)
         reason = (str(error) if foreseen else repr(error)) or type(error).__name__
         status = getattr(error, "status", 0)
         if isinstance(error, WatchExpired) or status == GONE:
-            log.debug("EndpointSlices of %s: %s; listing again", self._target.service, reason)
+            log.debug(
+                "the watch of the EndpointSlices of %s expired: %s; listing them again",
+                self._target.service,
+                reason,
+            )
             return
         if reason == self._last_failure or self._closed.is_set():
             return

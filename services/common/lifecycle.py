@@ -1,9 +1,9 @@
-"""Ends a service: signal -> NOT_SERVING -> drain -> stop. The same signal again exits the process,
-unless it comes within ECHO_S and so belongs to the same stop.
+"""Ends a service: signal -> health NOT_SERVING -> drain -> stop. A second signal of the same kind
+ends the process immediately, unless it arrives within ECHO_S and so repeats the first one.
 
-Drain and stop are bounded: work that still runs after `drain_s` is cut off, and each part of a stop
-has its own bound. common/options.py and worker/settings.py hold the bounds by which a parent knows
-how long to wait before it kills.
+Drain and stop are bounded: work that still runs after `drain_s` is cancelled, and each part of a
+stop has its own bound. common/options.py and worker/settings.py hold the bounds from which a parent
+process knows how long to wait before it kills the service.
 """
 
 import asyncio
@@ -25,14 +25,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run(main: Coroutine[Any, Any, int]) -> int:
-    """Run a service on a new event loop."""
+    """Run a service's main coroutine on a new event loop; return its exit code."""
     # uvloop resolves names in these threads; its default is 4, asyncio's up to 32.
     os.environ.setdefault("UV_THREADPOOL_SIZE", "32")
     return uvloop.run(main)
 
 
 def silent(event: str, figures: dict[str, Any]) -> None:
-    """The Report of a service that was started from a command line: does nothing."""
+    """Ignore a service's reports of its state: the Report of a service without a parent that reads
+    them."""
 
 
 async def run_until_signal(
@@ -44,13 +45,14 @@ async def run_until_signal(
     grace_s: float = GRACE_S,
     failed: "Iterable[asyncio.Future[Any]]" = (),
 ) -> int:
-    """Wait for SIGTERM or SIGINT, then end in order; return the exit code.
+    """Run a service until SIGTERM or SIGINT, then drain and stop it; return the exit code.
 
-    `drain` returns when nothing runs any more and may take `drain_s`. `stop` closes the servers
-    within the seconds passed to it, at most `grace_s` and `drain_s`. `failed` are futures or tasks
-    of the service that end only by a failure. If one ends before a signal, the drain is skipped and
-    the code is 1; if one raises during the drain, the code is 1. Its exception is logged here; a
-    future without an exception must have logged the reason itself. Call on the main thread.
+    `drain` returns when no work runs any more; after `drain_s` it is cancelled. `stop` closes the
+    servers within the seconds passed to it, the smaller of `grace_s` and `drain_s`. `failed` are
+    futures or tasks of the service that end only by a failure. If one ends before a signal, the
+    service stops without a drain and the code is 1; if one raises during the drain, the code is 1.
+    Its exception is logged here; a future that ends without an exception must have logged the
+    reason itself. Call on the main thread.
     """
     loop = asyncio.get_running_loop()
     signalled: asyncio.Future[signal.Signals] = loop.create_future()
@@ -72,7 +74,11 @@ async def run_until_signal(
         await asyncio.wait((signalled, *watched), return_when=asyncio.FIRST_COMPLETED)
         set_serving(False)
         if signalled.done():
-            log.info("received %s: draining for up to %g s", signalled.result().name, drain_s)
+            log.info(
+                "received %s: draining (finishing work) for at most %g s",
+                signalled.result().name,
+                drain_s,
+            )
             await _drain(drain, drain_s, watched)
         code = 0 if signalled.done() and not _any_raised(watched) else _log_failures(watched)
         await stop(min(grace_s, drain_s))
@@ -85,7 +91,8 @@ async def run_until_signal(
 async def _drain(
     drain: Callable[[], Awaitable[None]], drain_s: float, watched: "tuple[asyncio.Future[Any], ...]"
 ) -> None:
-    """Wait until the drain ends, `drain_s` passes, or a watched future raises."""
+    """Run `drain` until it returns, `drain_s` passes, or a watched future raises; then cancel it if
+    it still runs."""
     draining = asyncio.ensure_future(drain())
     try:
         async with asyncio.timeout(drain_s):
@@ -93,7 +100,9 @@ async def _drain(
                 pending = [future for future in (draining, *watched) if not future.done()]
                 await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
     except TimeoutError:
-        log.warning("cancelling the work that still runs after %g s", drain_s)
+        log.warning(
+            "the drain did not end within %g s: cancelling the work that still runs", drain_s
+        )
     if not draining.done():
         draining.cancel()
         await asyncio.wait([draining])
@@ -110,7 +119,7 @@ def _any_raised(watched: "tuple[asyncio.Future[Any], ...]") -> bool:
 def _log_failures(watched: "Iterable[asyncio.Future[Any]]") -> int:
     for future in watched:
         if future.cancelled():  # nothing here cancels one before the stop
-            log.error("stopping: a task was cancelled unexpectedly: %r", future)
+            log.error("stopping the service: a task was cancelled unexpectedly: %r", future)
         elif future.done() and (error := future.exception()) is not None:
-            log.error("stopping: a task failed", exc_info=error)
+            log.error("stopping the service: a task failed", exc_info=error)
     return 1

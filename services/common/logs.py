@@ -1,4 +1,4 @@
-"""Formats log records: one line each with time, level, component, message and request id.
+"""Formats log records, one line each, with time, level, component, message and request id.
 
 The process's main configures the root logger once. A line is text for people, or a JSON object for
 log collectors.
@@ -20,7 +20,8 @@ ROTATE_BYTES = 1 << 20  # size at which a kept log file rotates
 
 
 class LineFormatter(logging.Formatter):
-    """`12:00:01.123 INFO  router  message  request=...`; pass the id as extra={"request": id}."""
+    """Formats a log record as text: `12:00:01.123 INFO    router  message  request=...`. The
+    request id comes from extra={"request": id}."""
 
     def __init__(self, component: str) -> None:
         super().__init__("%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s", "%H:%M:%S")
@@ -36,8 +37,8 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON object with `time` (UTC), `level`, `component`, `logger` and `message`, and
-    `request_id` and `exception` if the record has them."""
+    """Formats a log record as a JSON object with `time` (UTC), `level`, `component`, `logger` and
+    `message`, and with `request_id` and `exception` if the record has them."""
 
     def __init__(self, component: str) -> None:
         super().__init__()
@@ -62,8 +63,8 @@ class JsonFormatter(logging.Formatter):
 def configure_logging(
     component: str, level: str = "info", stream: TextIO | None = None, log_format: str = "text"
 ) -> None:
-    """Send all records of `level` and above to the stream (default: standard error). With
-    `log_format` json, Python's warnings and uncaught exceptions are logged as JSON too."""
+    """Write all log records of `level` and above to `stream` (default: standard error). If
+    `log_format` is json, Python's warnings and uncaught exceptions are logged as JSON too."""
     root = logging.getLogger()
     file_handlers = [
         handler for handler in root.handlers if isinstance(handler, RotatingFileHandler)
@@ -81,14 +82,15 @@ def configure_logging(
 
 
 def keep_log(path: Path) -> None:
-    """Send all records also to a file that keeps the last one to two MiB (`path` and `path`.1)."""
+    """Write all log records also to the file `path`. At 1 MiB it becomes `path`.1 and a new file
+    begins, so one to two MiB of the log are kept."""
     handler = RotatingFileHandler(path, maxBytes=ROTATE_BYTES, backupCount=1, delay=True)
     logging.getLogger().addHandler(handler)
 
 
 def quiet_grpc_core(log_format: str) -> None:
-    """Silence gRPC's core if the log is JSON, since its lines are not; a call's error carries the
-    same information. Call before gRPC is imported."""
+    """Silence the log lines of gRPC's C core if this process logs JSON, since those lines are not
+    JSON; the error of a failed call carries the same information. Call before gRPC is imported."""
     if log_format == "json":
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 

@@ -1,7 +1,8 @@
-"""Metrics of every process and of every engine, and the port for them in processes without a web
+"""Metrics that every process or every engine has, and the metrics port of processes without a web
 server.
 
-The port needs no authentication, so connections, each with its thread, are bounded in number.
+The port needs no authentication, so the number of its connections, each of which has a thread, is
+limited.
 """
 
 import asyncio
@@ -40,8 +41,9 @@ Worker = tuple[Sequence[str], WorkerHello, Load]
 
 
 class MetricsHttp:
-    """Serves the metrics of a registry from a daemon thread until closed. It listens on the host of
-    `bind` (host:port); port 0 picks a free one. Raises OSError if the port is taken."""
+    """An HTTP server that serves the metrics of a registry from a daemon thread until closed. It
+    listens on the host of `bind` (host:port) at `port`; port 0 selects a free one. Raises OSError
+    if the port is taken."""
 
     def __init__(self, registry: CollectorRegistry, port: int, bind: str = "127.0.0.1:0") -> None:
         host = bind.rpartition(":")[0].strip("[]")
@@ -53,7 +55,7 @@ class MetricsHttp:
         self.port: int = self._server.server_address[1]
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and wait until the thread has ended."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -90,14 +92,15 @@ class _Server(ThreadingTCPServer):
         super().__init__(address, handler)  # type: ignore[arg-type]  # of either family
 
     def get_request(self) -> Any:
-        """Raises OSError, after which the caller tries again. Pauses first and logs each failure
-        once, since a process without descriptors fails at once each time."""
+        """Accept a connection. Raises OSError if that fails; the server loop then tries again.
+        Waits before it raises and logs a repeated failure once, since without free file descriptors
+        every try fails at once."""
         try:
             accepted = super().get_request()
         except OSError as error:
             if str(error) != self._failing:
                 self._failing = str(error)
-                log.warning("the metrics port cannot accept a connection: %s", error)
+                log.warning("the metrics port cannot accept a connection: %s; retrying", error)
             time.sleep(ACCEPT_AGAIN_S)
             raise
         self._failing = ""
@@ -120,11 +123,13 @@ class _Server(ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log nothing: peers without credentials could fill the log."""
+        """Ignore errors of a connection: if they were logged, peers without credentials could fill
+        the log."""
 
 
 def commit() -> str:
-    """The commit of this build's sources, or their digest; empty if the build did not record it."""
+    """Return the git commit from which this package was built, or a digest of its sources; empty if
+    the build did not record it."""
     try:
         return resources.files("pdserve").joinpath(COMMIT_FILE).read_text().strip()
     except OSError:
@@ -132,10 +137,12 @@ def commit() -> str:
 
 
 class ProcessFacts(Collector):
-    """Metrics of the build and the certificates. Certificate files are read for each scrape."""
+    """A collector of metrics about this process: its version and commit, and when its certificates
+    expire. Certificate files are read for each scrape."""
 
     def __init__(self, certificates: Mapping[str, str], now: Callable[[], float] = time.time):
-        """`certificates`: paths of PEM files, or PEM text, by purpose."""
+        """`certificates` are the paths of PEM files, or PEM text, by purpose (the metric's
+        label)."""
         self._certificates = certificates
         self._now = now
         self._build = metadata.version("pdserve"), commit()
@@ -165,7 +172,7 @@ class ProcessFacts(Collector):
 
 
 def lag_histogram(registry: CollectorRegistry) -> Histogram:
-    """Return the histogram that `watch_loop` fills."""
+    """Create the histogram of the event loop's lag, which `watch_loop` fills."""
     return Histogram(
         "pdserve_event_loop_lag_seconds",
         "Delay of a timer of the event loop, measured 4 times a second; a long delay counts once "
@@ -176,8 +183,9 @@ def lag_histogram(registry: CollectorRegistry) -> Histogram:
 
 
 async def watch_loop(observe: Callable[[float], object]) -> None:
-    """Observe the running loop's lag until cancelled. A late measurement is observed once for each
-    measurement that it displaced, so a share of observations is a share of time."""
+    """Measure the lag of the running event loop until cancelled; `observe` receives it in seconds.
+    A measurement that is late by several intervals is passed once for each, so that a share of
+    observations is a share of time."""
     loop = asyncio.get_running_loop()
     while True:
         due_at = loop.time() + LOOK_S
@@ -188,7 +196,8 @@ async def watch_loop(observe: Callable[[float], object]) -> None:
 
 
 def certificates_of(settings: CertificateSettings, client: str = "") -> dict[str, str]:
-    """The certificates of a process, by purpose; `client`: the one that clients see."""
+    """Return the configured certificates of a process by purpose (cluster, cluster_ca, client).
+    `client` is the certificate that clients see."""
     sources = {
         "cluster": settings.cluster_cert,
         "cluster_ca": settings.cluster_ca,
@@ -198,11 +207,13 @@ def certificates_of(settings: CertificateSettings, client: str = "") -> dict[str
 
 
 class MetricsPort:
-    """Serves the metrics of a process on a port. Construct it in the process's loop. Raises OSError
-    if the port is taken."""
+    """Serves the metrics of this process, including its event loop's lag, over HTTP at
+    `settings.metrics_port`. Construct it in the process's event loop. Raises OSError if the port is
+    taken."""
 
     def __init__(self, settings: ProbedSettings, bind: str, client: str, *collectors: Collector):
-        """It listens on the host of `bind`; `client` as in `certificates_of`."""
+        """Listen on the host of `bind` (host:port). `client` is the certificate that clients see;
+        its expiry becomes a metric."""
         registry = CollectorRegistry()
         for collector in (*collectors, ProcessFacts(certificates_of(settings, client))):
             registry.register(collector)
@@ -213,14 +224,14 @@ class MetricsPort:
         self._watching = asyncio.create_task(watch_loop(lag.observe), name="event loop lag")
 
     async def close(self) -> None:
-        """Stop listening."""
+        """Stop listening and measuring."""
         self._watching.cancel()
         await asyncio.to_thread(self._http.close)
 
 
 def kv_usage(load: Load) -> float:
-    """Return the share of the KV blocks that requests hold; cached blocks can be evicted and count
-    as free."""
+    """Return the share of a worker's KV blocks that requests hold, from 0 to 1. Blocks that only
+    the prefix cache holds count as free, since they can be evicted."""
     held = load.blocks_used + load.blocks_reserved
     return held / load.blocks_total if load.blocks_total else 0.0
 
@@ -232,7 +243,7 @@ def family(
     labels: Sequence[str],
     samples: Iterable[tuple[Sequence[str], float]],
 ) -> Metric:
-    """Return a gauge or counter (`kind`) with these samples: (values of the labels, value)."""
+    """Make a metric of type `kind` (gauge or counter) with the samples (label values, value)."""
     metric = kind(name, text, labels=labels)
     for label_values, value in samples:
         metric.add_metric(label_values, value)
@@ -240,8 +251,9 @@ def family(
 
 
 def engine_metrics(labels: Sequence[str], workers: Iterable[Worker]) -> Iterator[Metric]:
-    """Yield vLLM's engine metrics with a sample per worker. Workers' metrics ports and the
-    gateways use it, so that a name means the same in both."""
+    """Yield the engine metrics that vLLM has too, under vLLM's names, with one sample per worker.
+    Both the workers' metrics ports and the gateways use it, so that a name has the same meaning in
+    both."""
     rows = list(workers)
     for name, text, field in (
         ("num_requests_running", "Requests in the batch", "running"),

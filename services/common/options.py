@@ -1,5 +1,6 @@
-"""Options of all processes. A dataclass field is an option; flags, environment and YAML derive from
-it."""
+"""Options of the processes. Each dataclass field is an option, from which its flag, environment
+variable and YAML key derive.
+"""
 
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ ECHO_S = 0.3  # a terminal, a parent and the system may each signal the same sto
 
 @dataclass(frozen=True)
 class CertificateSettings:
-    """Certificates that the processes of a cluster show each other."""
+    """Options for the certificates that the processes of a cluster show each other."""
 
     cluster_ca: str = option("", "PEM file of the authority that signs the cluster's certificates")
     cluster_cert: str = option("", "PEM file of this process's certificate, which names its role")
@@ -23,7 +24,8 @@ class CertificateSettings:
 
 @dataclass(frozen=True)
 class ServerSettings(CertificateSettings):
-    """Options that gateway, router and workers have in common."""
+    """Options that gateway, router and workers have in common: authentication between processes,
+    tracing, draining and logs."""
 
     cluster_secret: tuple[str, ...] = option(
         (),
@@ -58,7 +60,8 @@ class ServerSettings(CertificateSettings):
 
 @dataclass(frozen=True)
 class ProbedSettings(ServerSettings):
-    """Options of the processes without a web server."""
+    """Options that the processes without a web server have in common: ports for health probes and
+    metrics."""
 
     probe_port: int = option(
         0, "port of gRPC health checks that need no certificate; 0: none", min=0, max=65535
@@ -68,15 +71,19 @@ class ProbedSettings(ServerSettings):
 
 @dataclass(frozen=True)
 class BackendSettings(ProbedSettings):
-    """Options that router and workers have in common."""
+    """Options that router and workers have in common: ports for probes and metrics, and the files
+    in which they record KV hand-offs."""
 
-    trace_dir: str = option("", "folder of the rings that record hand-offs; empty: none")
-    trace_mb: int = option(2, "size of a ring in MiB; 0: none", min=0, max=32)
+    trace_dir: str = option("", "folder of the ring files that record KV hand-offs; empty: none")
+    trace_mb: int = option(
+        2, "size of a ring file of hand-off records in MiB; 0: none", min=0, max=32
+    )
 
 
 @dataclass(frozen=True)
 class KeySettings(ServerSettings):
-    """Options of the processes that know clients by their API keys."""
+    """Options that the processes which check clients' API keys have in common: the keys, and TLS
+    for clients."""
 
     api_keys: tuple[str, ...] = option(
         (), "API keys of clients; none: all clients are accepted", secret=True, flag="api-key"
@@ -93,7 +100,8 @@ class KeySettings(ServerSettings):
 
 @dataclass(frozen=True)
 class PublicSettings(KeySettings):
-    """Options of the processes that clients reach."""
+    """Options that the processes to which clients connect have in common: API keys, TLS and rate
+    limits."""
 
     requests_per_minute: int = option(0, "requests per API key and minute; 0: no limit", min=0)
     tokens_per_minute: int = option(

@@ -1,5 +1,5 @@
-"""Process attributes set through the kernel (name, signals, limits, heap), and changes of files
-while a process runs. Linux only.
+"""Changes attributes of this process (name, signal at the parent's death, open files, heap), and
+detects changes of files. Linux only.
 """
 
 import atexit
@@ -20,7 +20,8 @@ NEW_OBJECTS = 10_000  # allocations between two garbage collections; Python's de
 
 
 def stamp(path: str) -> tuple[int, int, int]:
-    """A value that changes with the file; zeros if the file is missing."""
+    """Return a value that differs whenever the file has changed: modification time in ns, size,
+    inode. Zeros if the file is missing."""
     try:
         status = os.stat(path)
     except OSError:
@@ -29,21 +30,23 @@ def stamp(path: str) -> tuple[int, int, int]:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, so that no orphan remains."""
+    """Have the kernel kill this process when its parent dies, so that no orphan remains. `parent`
+    is the parent's pid; if that process is already gone, exit now."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
 
 
 def show_as(name: str) -> None:
-    """Name this process for ps and top, e.g. "decode 0"; top cuts the name to 15 bytes."""
+    """Set the name of this process in ps and top, e.g. "decode 0"; top shows its first 15 bytes."""
     setproctitle(f"pdserve {name}")
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def freeze_heap() -> None:
-    """Exempt all existing objects from garbage collection, even cycles, and collect later ones less
-    often. A full collection takes 0.1 s in a loaded worker, in which no request is served."""
+    """Exempt all existing objects from garbage collection for good, and collect new objects less
+    often. A full collection takes 0.1 s in a worker with a loaded model, and stops all its requests
+    meanwhile."""
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # else nanobind would report the frozen objects as leaks
@@ -51,23 +54,24 @@ def freeze_heap() -> None:
 
 
 def use_grpc_poller() -> None:
-    """Select gRPC's older poller; call before gRPC is imported, in a router that runs alone in its
-    process. The router reads thousands of small messages a second: gRPC's event engine wakes four
-    threads for each, the poller one (docs/decisions/routing.md). A gRPC that does not know the name
-    only logs a message."""
+    """Have gRPC use its older poller instead of its event engine. Call before gRPC is imported, in
+    a process that runs only a router. The router reads thousands of small messages a second, for
+    each of which the event engine wakes four threads and the poller one
+    (docs/decisions/routing.md). A version of gRPC without this setting only logs a message."""
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_POLLER)
 
 
 def raise_open_files() -> None:
-    """Raise the limit of open files and sockets to the system's maximum (`ulimit -Hn`)."""
+    """Raise this process's limit of open files and sockets to the hard limit (`ulimit -Hn`)."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def hide_arguments(args: Iterable[str], secret_flags: Collection[str]) -> None:
-    """Rewrite the command line that ps shows, with the values of the secret flags masked.
+    """Replace the command line that ps shows for this process; the values of secret flags appear as
+    ***.
 
-    `args` are the arguments after the program's name; `secret_flags` are like "--api-key".
+    `args` are the arguments after the program's name; `secret_flags` are flags like "--api-key".
     """
     visible_args, hide_next = [], False
     for arg in args:

@@ -1,12 +1,13 @@
-"""Limits what each API key may use per minute: requests, tokens, seconds of preparing its texts.
+"""Limits what each API key may use per minute: requests, tokens, and seconds that the server spends
+on preparing its texts (chat template, tokenizer, grammar).
 
-A query of the file of counts takes some tens of microseconds in the page cache, so it runs on the
-event loop. Counts do not survive a power failure; they would expire within a minute anyway.
+Minutes are fixed windows. The tokens of a response and the seconds of preparing a text are known
+only afterwards and counted then, so one request may exceed a limit, and the next one is refused.
+Refused requests are not counted.
 
-Minutes are fixed windows. Amounts that are known only afterwards (tokens of a response, seconds)
-are counted then, so one request may exceed a limit, and the next one is refused; refused requests
-are not counted. Counts are kept in this process, or in a file or a Redis that several processes
-share.
+Counts are kept in this process, or in an SQLite file or a Redis that several processes share. A
+query of the SQLite file takes some tens of microseconds in the page cache, so it runs on the event
+loop. The file's counts do not survive a power failure; they would expire within a minute anyway.
 """
 
 import asyncio
@@ -36,8 +37,8 @@ SKIP_S = 5.0  # pause of counting after the storage fails
 
 
 class CountsFile(Storage):
-    """Stores the counts of the `limits` library in an SQLite file that processes of one host share.
-    Raises ValueError if the file cannot be used."""
+    """A storage for the `limits` library: keeps its counts in an SQLite file that several processes
+    of one host share. Raises ValueError if the file cannot be used."""
 
     STORAGE_SCHEME = None  # constructed by path, not by scheme
     base_exceptions = sqlite3.Error
@@ -74,7 +75,8 @@ class CountsFile(Storage):
         return self._row(key)[1]
 
     def _row(self, key: str) -> tuple[int, float]:
-        """Return the count of a key, and the time at which its minute ends."""
+        """Return the count of a key in the current minute, and the Unix time at which that minute
+        ends; 0 and the present time if nothing is counted."""
         now = time.time()
         row = self._db.execute(
             "SELECT count, ends FROM counts WHERE key = ? AND ends > ?", (key, now)
@@ -95,8 +97,8 @@ class CountsFile(Storage):
 
 
 def _switch_to_wal(db: sqlite3.Connection) -> None:
-    """Switch to WAL; retries, since SQLite itself does not wait for another process that does the
-    same."""
+    """Switch the SQLite database to a write-ahead log. Retries for OPEN_S while another process
+    switches the same file, because SQLite itself does not wait for this."""
     deadline = time.monotonic() + OPEN_S
     while True:
         try:
@@ -109,8 +111,8 @@ def _switch_to_wal(db: sqlite3.Connection) -> None:
 
 
 class RateSettings(NamedTuple):
-    """Limits per key and minute; 0: no limit. `storage`: memory://, sqlite:///file or
-    redis://host:port."""
+    """Limits of each API key per minute: requests, tokens, and seconds of preparing texts; 0: no
+    limit. `storage` is where counts are kept: memory://, sqlite:///file or redis://host:port."""
 
     requests: int = 0
     tokens: int = 0
@@ -119,10 +121,12 @@ class RateSettings(NamedTuple):
 
 
 class RateLimits:
-    """Counts what keys use; `owner` is a Tenant's id (services/common/tenants.py)."""
+    """Counts what each API key uses, and refuses requests beyond the limits. `owner` in its methods
+    is the id of the key's Tenant (services/common/tenants.py)."""
 
     def __init__(self, settings: RateSettings) -> None:
-        """Raises ValueError if the storage is unknown."""
+        """Open the storage of the counts. Raises ValueError if `settings.storage` is unknown or
+        cannot be used."""
         amounts = {
             "requests": settings.requests,
             "tokens": settings.tokens,
@@ -150,7 +154,9 @@ class RateLimits:
                 pool_options = self._connect(settings.storage)
                 storage = storage_from_string(f"async+{settings.storage}", **pool_options)
         except ImportError:
-            raise ValueError("--rate-storage redis: needs pip install 'pdserve[redis]'") from None
+            raise ValueError(
+                "--rate-storage redis: a package is missing: pip install 'pdserve[redis]'"
+            ) from None
         except ConfigurationError as error:
             # Omit the rest of the address, which may have a password.
             scheme = settings.storage.partition("://")[0]
@@ -164,8 +170,9 @@ class RateLimits:
         }
 
     def _connect(self, storage: str) -> dict[str, Any]:
-        """Return options that make the library use redis-py; its default, coredis, needs older
-        packages than the other dependencies."""
+        """Return options that make the `limits` library use redis-py for a Redis storage, and open
+        its connection pool. The library's default, coredis, needs older packages than other
+        dependencies do."""
         if not storage.startswith(("redis://", "rediss://")):
             return {}
         from redis.asyncio import ConnectionPool
@@ -174,40 +181,44 @@ class RateLimits:
         return {"implementation": "redispy", "connection_pool": self._pool}
 
     async def close(self) -> None:
-        """Wait until everything is counted, then close the storage."""
+        """Wait until all pending amounts are counted, then close the storage."""
         await asyncio.gather(*self._counting, return_exceptions=True)
         self._close()
         if self._pool is not None:
             await self._pool.aclose()
 
     async def count_request(self, owner: bytes) -> None:
-        """Count a request. Raises ServiceError OVERLOADED if the limit is reached."""
+        """Count one request of the owner. Raises ServiceError OVERLOADED if it exceeds the limit of
+        requests."""
         await self._count("requests", owner, 1)
 
     async def count_tokens(self, owner: bytes, num: int) -> None:
-        """Count the tokens of a prompt. Raises ServiceError OVERLOADED if the limit is reached."""
+        """Count the `num` tokens of a prompt. Raises ServiceError OVERLOADED if they exceed the
+        limit of tokens."""
         await self._count("tokens", owner, num)
 
     def tokens_spent(self, owner: bytes, num: int) -> None:
-        """Count the tokens of a response."""
+        """Count the `num` tokens of a response; never refuses."""
         self._add("tokens", owner, num)
 
     async def check_text(self, owner: bytes) -> None:
-        """Raises ServiceError OVERLOADED if the seconds of preparing texts in this minute are used
-        up."""
+        """Raise ServiceError OVERLOADED if the owner has used up this minute's seconds of preparing
+        texts (chat template, tokenizer, grammar)."""
         if (item := self._items.get("text")) is not None:
             remaining, reset_s = await self._call_storage(
                 self._window(item, owner), (item.amount, 0.0)
             )
             if not remaining:
-                raise _refused("seconds of preparing texts", reset_s)
+                raise _refused("seconds of preparing texts (template, tokenizer, grammar)", reset_s)
 
     def text_spent(self, owner: bytes, seconds: float) -> None:
-        """Count the seconds that preparing a text took."""
+        """Count the seconds that preparing a text of the owner (chat template, tokenizer, grammar)
+        has taken; never refuses."""
         self._add("text", owner, math.ceil(seconds * MILLI))
 
     async def headers(self, owner: bytes) -> dict[str, str]:
-        """OpenAI's headers for the remainder of this minute, for each limit that is set."""
+        """Return OpenAI's x-ratelimit-* response headers: limit, remaining amount and time until
+        reset, for requests and tokens if they are limited."""
         items = {
             resource: self._items[resource]
             for resource in ("requests", "tokens")
@@ -235,7 +246,8 @@ class RateLimits:
             raise _refused(resource, refused_s)
 
     async def _hit_if_it_fits(self, item: Any, owner: bytes, num: int) -> float | None:
-        """Count `num`; return None, or if it does not fit, the seconds until the window resets."""
+        """Count `num` if the limit allows it, and return None; otherwise return the seconds until
+        the minute ends."""
         if await self._limiter.test(item, owner.hex(), cost=num):
             if await self._limiter.hit(item, owner.hex(), cost=num):
                 return None
@@ -252,13 +264,15 @@ class RateLimits:
             task.add_done_callback(self._counting.discard)
 
     async def _window(self, item: Any, owner: bytes) -> tuple[int, float]:
-        """The remaining amount, and the seconds until the window resets."""
+        """Return how much of the limit remains in this minute, and the seconds until the minute
+        ends."""
         reset_at, remaining = await self._limiter.get_window_stats(item, owner.hex())
         return max(0, remaining), max(0.0, reset_at - time.time())
 
     async def _call_storage(self, call: Coroutine[Any, Any, T], default: T) -> T:
-        """Await a storage call; if the storage fails or is late, return `default` and apply no
-        limits for SKIP_S."""
+        """Await a call of the storage of counts. If the call fails or takes longer than STORAGE_S,
+        return `default`, and do the same without a call for the next SKIP_S, in which no limit
+        applies."""
         if time.monotonic() < self._skip_until:
             call.close()
             return default
@@ -274,7 +288,8 @@ class RateLimits:
 
 
 def make_rate_limits(settings: PublicSettings, text_s: float = 0.0) -> RateLimits:
-    """Make the rate limits of the options. Raises ValueError if the storage is unknown."""
+    """Make the RateLimits that the options configure. Raises ValueError if the storage is unknown
+    or cannot be used."""
     return RateLimits(
         RateSettings(
             settings.requests_per_minute, settings.tokens_per_minute, text_s, settings.rate_storage

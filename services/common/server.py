@@ -1,6 +1,7 @@
-"""The gRPC server of every process, with trust, limits, keepalive, health and reflection.
+"""The gRPC server that every process uses, with authentication of callers, limits, keepalive,
+health checks and reflection.
 
-Each server binds to the given addresses only.
+Each server listens only at the addresses that its owner adds.
 """
 
 import asyncio
@@ -38,14 +39,16 @@ _PROBE_OPTIONS = {
 
 
 class GrpcServer:
-    """A grpc.aio server. Construct it inside the running loop, add servicers, then start.
+    """A grpc.aio server. Construct it inside the running loop, add servicers and ports, then start
+    it.
 
     `open_methods` ("/pdserve.v1.Text/Chat") are for callers from outside the cluster: their
-    servicer authenticates the caller. `services` are the full names that reflection lists.
-    `interceptors` see a call before its message is read. With `shared_port`, other processes of
-    this user may listen on its ports too; the kernel assigns each new connection to one of them.
-    Health is NOT_SERVING until `set_serving(True)`; health checks of `checked_names` have the
-    status of the whole server, and `live_name` is always SERVING.
+    servicer authenticates the caller. `services` are the full names of the services that reflection
+    lists. `interceptors` run before a call's message is read. With `shared_port`, other processes
+    of this user may listen on the same ports; the kernel assigns each new connection to one of
+    them. Health checks return NOT_SERVING until `set_serving(True)`; those of the names in
+    `checked_names` return the status of the whole server, and those of `live_name` always return
+    SERVING.
     """
 
     def __init__(
@@ -79,15 +82,16 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self.server)
 
     def listen(self, bind: str) -> int:
-        """Add a port for the cluster's own calls, before `start`; return its number. Raises
-        OSError, naming the address, if it is taken."""
+        """Add a port for calls between the cluster's processes, before `start`; return its number.
+        Raises OSError, which names the address, if the server cannot listen there."""
         try:
             return self._access.listen(self.server, bind)
         except RuntimeError as error:
             raise _cannot_listen(bind) from error
 
     def listen_for_clients(self, bind: str, tls: TlsFiles | None) -> int:
-        """Add a port for callers from outside, who show no certificate; otherwise like `listen`."""
+        """Add a port for clients outside the cluster, who need no certificate, before `start`;
+        return its number. With `tls` the port uses TLS. Raises OSError like `listen`."""
         try:
             if tls is None:
                 return self.server.add_insecure_port(bind)
@@ -96,8 +100,9 @@ class GrpcServer:
             raise _cannot_listen(bind) from error
 
     def listen_for_probes(self, bind: str, port: int) -> None:
-        """Add a port on the host of `bind` (host:port) that serves only health checks, without a
-        certificate; port 0 adds none. Raises OSError, naming the address, if it is taken."""
+        """Add a port that serves only health checks and needs no certificate, at the host of `bind`
+        (host:port); does nothing if `port` is 0. Raises OSError, which names the address, if the
+        server cannot listen there."""
         if not port:
             return
         self._probes = grpc.aio.server(options=[*(dict(_SERVER_OPTIONS) | _PROBE_OPTIONS).items()])
@@ -109,7 +114,7 @@ class GrpcServer:
             raise _cannot_listen(address) from error
 
     async def start(self) -> None:
-        """Start accepting calls."""
+        """Start accepting calls; the health status is NOT_SERVING."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         if self._live_name:
             await self._health.set(self._live_name, health_pb2.HealthCheckResponse.SERVING)
@@ -118,7 +123,8 @@ class GrpcServer:
             await self._probes.start()
 
     def set_serving(self, serving: bool) -> None:
-        """Set the health status, from the next turn of the loop on; call after `start`."""
+        """Set the health status to SERVING or NOT_SERVING, on the next turn of the event loop. Call
+        after `start`."""
         status = health_pb2.HealthCheckResponse
         task = asyncio.get_running_loop().create_task(
             self._set_health(status.SERVING if serving else status.NOT_SERVING)
@@ -131,19 +137,23 @@ class GrpcServer:
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, give running ones `grace_s`, then cut them. Returns at most STOP_S
-        later, even if gRPC has not stopped by then."""
+        """Refuse new calls, let running ones continue for at most `grace_s`, then cancel them.
+        Returns at most STOP_S after `grace_s`, even if gRPC has not stopped by then."""
         try:
             async with asyncio.timeout(grace_s + STOP_S):
                 await self.server.stop(grace_s)
                 if self._probes is not None:
                     await self._probes.stop(0)
         except TimeoutError:
-            log.warning("gRPC has not stopped after %g s", grace_s + STOP_S)
+            log.warning(
+                "gRPC has not stopped after %g s; continuing without waiting for it",
+                grace_s + STOP_S,
+            )
 
 
 def _cannot_listen(bind: str) -> OSError:
-    """Return the error of a failed bind; gRPC does not say which of the two causes it has."""
+    """Return the OSError for an address at which the server cannot listen. Its text names both
+    possible causes, since gRPC does not say which one applies."""
     return OSError(
         f"cannot listen on {bind}: the port is in use, or the address is not on this machine"
     )

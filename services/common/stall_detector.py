@@ -1,7 +1,7 @@
 """Detects a frozen engine by its step counter. Pure.
 
-An engine is frozen if its counter has not moved for FROZEN_S and MIN_LOOKS observations although it
-has work. A time alone is not enough: if the watching process itself was paused (SIGSTOP, a
+An engine is frozen if it has work but its counter has not moved for FROZEN_S and for MIN_LOOKS
+observations. The time alone is not enough: if the watching process itself was paused (SIGSTOP, a
 suspended machine), much time passes without an observation.
 """
 
@@ -13,15 +13,16 @@ MIN_LOOKS = 16  # 1.6 to 7 s of heartbeats; the counter of a living engine moves
 
 @dataclass(slots=True)
 class StallDetector:
-    """Observations of an engine's step counter."""
+    """Decides from successive observations of an engine's step counter whether the engine is
+    frozen."""
 
     counter: int = -1
     since: float = 0.0  # when the counter last moved, or there was no work
     looks: int = 0  # looks since then
 
     def look(self, counter: int, busy: bool, now: float) -> bool:
-        """Record the counter, whether the engine has work (`busy`), and the time. Returns whether
-        the engine is frozen."""
+        """Record an observation: the engine's step counter, whether it has work (`busy`), and the
+        time. Returns whether the engine is frozen."""
         if counter != self.counter or not busy:
             self.counter, self.since, self.looks = counter, now, 0
             return False

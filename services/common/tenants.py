@@ -1,9 +1,9 @@
-"""API keys of clients: identify the tenant of a request, and separate it from other tenants'
-requests.
+"""API keys of clients: identify the tenant that sends a request, and keep tenants apart from each
+other.
 
-Invariant: with keys set, no other key is accepted. Keys are kept as hashes. A key file has one key
-per line: NAME:sha256:HEX as `pdserve key NAME` prints it, or the key itself, which is then named by
-the beginning of its hash.
+Invariant: if API keys are configured, no other key is accepted. Keys are kept as hashes. A key file
+has one key per line: NAME:sha256:HEX as `pdserve key NAME` prints it, or the key itself, whose name
+is then the beginning of its hash.
 """
 
 import asyncio
@@ -30,11 +30,12 @@ NAME_CHARS = 12  # of the hash that names an unnamed key
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The owner of a request.
+    """The client, identified by its API key, that sends a request.
 
-    name: for the log. id: identifies the owner in fair queues. salt: of the prefix cache, so that
-    no tenant learns what another has cached; empty: the cache is shared. It derives from the key
-    itself, which no process keeps, so neither a list of hashes nor another key reveals it.
+    name: of the key, for the log. id: identifies the tenant in fair queues. salt: part of the
+    hashes in the prefix cache, so that no tenant learns what another has cached; empty: all tenants
+    share the cache. The salt derives from the key itself, which no process stores, so neither a
+    list of hashes nor another key reveals it.
     """
 
     name: str
@@ -42,7 +43,8 @@ class Tenant:
     salt: bytes
 
     def cache_salt(self, client_salt: bytes) -> bytes:
-        """The salt of a request, narrowed further by the cache salt that its client chose."""
+        """Return the prefix cache's salt for a request: the tenant's, combined with the salt that
+        the client has set for the request, if any."""
         if not self.salt or not client_salt:
             return self.salt or client_salt
         return hmac.digest(self.salt, client_salt, "sha256")
@@ -52,8 +54,8 @@ EVERYBODY = Tenant("", b"", b"")
 
 
 class ApiKeys:
-    """The API keys that are accepted, of which those in a file can change. If there are none, all
-    clients are accepted."""
+    """The API keys that are accepted: those of the options, and those of a file, which can be
+    reloaded. If neither is configured, all clients are accepted."""
 
     def __init__(
         self,
@@ -62,9 +64,9 @@ class ApiKeys:
         *,
         shared_prefix: bool = False,
     ) -> None:
-        """`shared_prefix` leaves the salts empty. Raises OSError if the file cannot be read;
-        ValueError if a key is empty, if a line is almost a hash, or if the file has no key, since
-        all clients would be accepted then."""
+        """With `shared_prefix`, all tenants share the prefix cache: salts are empty. Raises OSError
+        if the file cannot be read; ValueError if a key is empty, if a line contains ':sha256:' but
+        is malformed, or if the file contains no key."""
         self._shared_prefix = shared_prefix
         self._file = file
         key_texts = tuple(keys)
@@ -78,7 +80,8 @@ class ApiKeys:
         return bool(self._configured or self._file)
 
     def tenant(self, authorization: str) -> Tenant | None:
-        """The tenant of an Authorization header ("Bearer KEY"); None if the key is not accepted."""
+        """Return the tenant whose key is in an Authorization header ("Bearer KEY"); None if the key
+        is not accepted. Without keys, every client is the tenant EVERYBODY."""
         if not self.required:
             return EVERYBODY
         header = authorization.strip()
@@ -94,14 +97,14 @@ class ApiKeys:
         return Tenant(matching_name, _derived(key, b"tenant")[:ID_BYTES], salt)
 
     def has_name(self, name: str) -> bool:
-        """Whether a key of that name is accepted; without keys, whether it is the name of
+        """Return whether an accepted key has this name; without keys, whether it is the name of
         EVERYBODY."""
         if not self.required:
             return name == EVERYBODY.name
         return any(name == known_name for _, known_name in (*self._configured, *self._from_file))
 
     def reload(self) -> None:
-        """Read the file again. A file that cannot be used changes nothing."""
+        """Read the key file again. If it cannot be used, log why and keep the previous keys."""
         try:
             self._from_file = self._read()
         except (OSError, ValueError) as error:
@@ -110,8 +113,8 @@ class ApiKeys:
             log.info("%s: %d API keys loaded", self._file, len(self._from_file))
 
     async def watch(self) -> None:
-        """Read the file again whenever it changes or SIGHUP arrives; runs until cancelled. Without
-        a file, SIGHUP changes nothing and does not end the process."""
+        """Reload the key file whenever it changes or SIGHUP arrives; runs until cancelled. Without
+        a file, SIGHUP is ignored."""
         changed = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, changed.set)
         if not self._file:
@@ -137,29 +140,29 @@ class ApiKeys:
 
 
 def make_keys(settings: KeySettings) -> ApiKeys:
-    """Make the ApiKeys of the options; raises what ApiKeys raises."""
+    """Make the ApiKeys that the options configure. Raises OSError or ValueError like ApiKeys."""
     return ApiKeys(settings.api_keys, settings.api_key_file, shared_prefix=settings.shared_prefix)
 
 
 def hashed(name: str, key: str) -> str:
-    """Return the line of a key file for a key: its name and its hash. Raises ValueError if the name
-    is not allowed."""
+    """Return the line NAME:sha256:HEX that represents a key in a key file. Raises ValueError if the
+    name has characters that are not allowed."""
     line = f"{name}:sha256:{_digest(key).hex()}"
     if not _HASHED.fullmatch(line):
         raise ValueError(
-            f"a key's name may have letters, digits, '.', '_' and '-', not {name!r:.80}"
+            f"a key's name must have 1 to 64 letters, digits, '.', '_' or '-', not {name!r:.80}"
         )
     return line
 
 
 def _parse_key(text: str) -> tuple[bytes, str]:
-    """The hash and the name of a key, or of a line that has both. Raises ValueError if the line is
-    malformed."""
+    """Return the hash and the name of a key, which `text` contains as NAME:sha256:HEX or in plain
+    text. Raises ValueError if it contains ':sha256:' but is malformed."""
     if match := _HASHED.fullmatch(text):
         return bytes.fromhex(match[2]), match[1]
     if ":sha256:" in text:
         raise ValueError(
-            "a line with ':sha256:' is not NAME:sha256:HEX, as `pdserve key` prints it"
+            "an API key with ':sha256:' must be NAME:sha256:HEX, as `pdserve key` prints it"
         )
     digest = _digest(text)
     return digest, digest.hex()[:NAME_CHARS]

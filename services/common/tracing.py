@@ -1,10 +1,10 @@
-"""Records a request's work in a process as spans for an OpenTelemetry collector, which a flag or
-OpenTelemetry's own variables name.
+"""Records what a process does for a request as spans, and sends them to an OpenTelemetry collector,
+whose URL is in a flag or in OpenTelemetry's own environment variables.
 
-The only module that uses OpenTelemetry, which it imports only if there is an endpoint. Without one
-it records no span and passes a client's context on. Times are readings of time.monotonic. A
-background thread exports a span after it has ended; spans that the collector does not take in time
-are dropped.
+This is the only module that uses OpenTelemetry; it imports it only if a collector is configured.
+Otherwise it records no spans, and only passes a client's trace context on to other processes. Times
+are readings of time.monotonic. A background thread exports spans after they have ended; spans that
+the collector does not accept in time are dropped.
 """
 
 import logging
@@ -41,9 +41,9 @@ Value = str | bool | int | float | Sequence[str]
 
 
 def endpoint(settings: ServerSettings) -> str:
-    """The URL that takes spans; empty: no tracing. Raises ValueError if the URL is not one, if
-    OpenTelemetry's variables request more than OTLP over HTTP, or if the flag is set and
-    OpenTelemetry is not installed."""
+    """Return the URL to which spans are sent; empty if tracing is off. Raises ValueError if the
+    configured URL is not one, if OpenTelemetry's environment variables select anything but OTLP
+    over HTTP, or if the flag is set and OpenTelemetry is not installed."""
     name, url = FLAG, settings.otlp_traces_endpoint
     if not url:
         name, url = _of_environment()
@@ -66,7 +66,8 @@ def endpoint(settings: ServerSettings) -> str:
 
 
 def _of_environment() -> tuple[str, str]:
-    """The URL in OpenTelemetry's variables, and the variable's name; empty if none is set."""
+    """Return the first OpenTelemetry environment variable that contains a collector's URL, and the
+    URL; both empty if none is set."""
     for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
         if url := os.environ.get(name, ""):
             return name, url
@@ -74,7 +75,8 @@ def _of_environment() -> tuple[str, str]:
 
 
 def switched_off() -> str:
-    """The variable that disables tracing, as NAME=value; empty if none does."""
+    """Return the environment variable setting that disables tracing, as NAME=value; empty if there
+    is none."""
     for name, off in (("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_EXPORTER", "none")):
         if os.environ.get(name, "").strip().lower() == off:
             return f"{name}={off}"
@@ -82,8 +84,8 @@ def switched_off() -> str:
 
 
 def _check_environment() -> None:
-    """Raises ValueError if the environment selects an exporter or protocol other than OTLP by
-    HTTP."""
+    """Raise ValueError if OpenTelemetry's environment variables select an exporter or a protocol
+    other than OTLP over HTTP."""
     exporters = os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
     if "otlp" not in (item.strip().removesuffix("_proto_http") for item in exporters.split(",")):
         raise ValueError(f"OTEL_TRACES_EXPORTER={exporters}: pdserve supports only otlp and none")
@@ -106,7 +108,7 @@ def _is_http(url: str) -> bool:
 
 
 def redacted_url(url: str) -> str:
-    """A URL without its possibly secret parts: user, password and query."""
+    """Return a URL without its parts that may be secret: user, password and query."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
@@ -120,20 +122,20 @@ def is_installed() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A span's reference as passed between processes: W3C traceparent and tracestate. Empty: no
-    span."""
+    """A reference to a span that processes pass to each other: the W3C headers traceparent
+    (`parent`) and tracestate (`state`). Both are empty if there is no span."""
 
     parent: str = ""
     state: str = ""
 
     @property
     def trace_id(self) -> str:
-        """The trace's id in hex; empty if there is no span."""
+        """The id of the trace in hex; empty if this context refers to no span."""
         return self.parent[3:35]
 
     @property
     def span_id(self) -> str:
-        """The span's id in hex; empty if there is no span."""
+        """The id of the span in hex; empty if this context refers to no span."""
         return self.parent[36:52]
 
 
@@ -141,8 +143,9 @@ NOWHERE = TraceContext()
 
 
 class TraceSpan:
-    """A process's work for one request. This base class records nothing; `context` is the parent
-    for downstream calls, and `recorded` says whether the span is kept."""
+    """A span: what one process does for one request. This base class records nothing. `context` is
+    the parent for spans of processes that it calls; `recorded` says whether this span is
+    recorded."""
 
     recorded = False
 
@@ -150,25 +153,26 @@ class TraceSpan:
         self.context = context
 
     def set(self, **attributes: Value) -> None:
-        """Add attributes; "__" in a name becomes a dot."""
+        """Set attributes of the span; "__" in a name becomes a dot."""
 
     def event(self, name: str, at: float | None = None, **attributes: Value) -> None:
-        """Record an event, now or at a time; events beyond MAX_EVENTS are dropped."""
+        """Add an event to the span, at the time `at` or now. A span keeps its first MAX_EVENTS
+        events."""
 
     def phase(self, name: str, began: float, ended: float) -> None:
-        """Add a child span that has ended; dropped if its length is 0."""
+        """Add a child span with these start and end times; ignored if it took no time."""
 
     def end(self, error: str = "") -> None:
-        """End the span; call once. `error`: why it failed."""
+        """End the span; call once. `error`: why the work failed; empty if it did not."""
 
 
 NO_SPAN = TraceSpan()
 
 
 class Tracer:
-    """Begins spans. This base class records none, but passes a client's trace context on to
-    processes that record. `sample`: the largest share of clients' traces to record; processes with
-    the same `key` choose the same traces."""
+    """Begins the spans of a process. This base class records none, and only passes a client's trace
+    context on. `sample`: the share of the traces marked as sampled by clients that is recorded,
+    from 0 to 1. Processes with the same `key` select the same traces."""
 
     def __init__(self, sample: float = 1.0, key: bytes = b"") -> None:
         self._below = round(sample * 2**64)
@@ -177,15 +181,15 @@ class Tracer:
     def begin(
         self, name: str, parent: TraceContext, began: float, *, entry: bool = False
     ) -> TraceSpan:
-        """Begin a span of a request. At the entry from clients (`entry`) a new trace may begin;
-        elsewhere a span needs a parent."""
+        """Begin a span of a request. With `entry`, the request comes from a client, and the span
+        may begin a new trace; otherwise nothing is recorded unless there is a parent span."""
         parent_ids = self._parent_ids(parent, entry) if entry else None
         return NO_SPAN if parent_ids is None else TraceSpan(_context(*parent_ids, parent.state))
 
     def _parent_ids(self, parent: TraceContext, entry: bool) -> tuple[int, int, bool] | None:
         """Return the ids of the trace and of the parent span, and whether the trace is sampled;
-        None without a parent. At an entry, only a share of the traces that clients mark as sampled
-        is sampled."""
+        None if there is no parent. At the entry from clients, the trace must also be in this
+        tracer's share."""
         parsed = _parsed(parent.parent)
         if parsed is None:
             return None
@@ -193,8 +197,8 @@ class Tracer:
         return trace, span, sampled and (not entry or self._in_share(trace))
 
     def _in_share(self, trace: int) -> bool:
-        """Return whether a trace is in the sampled share; the same for every call. Keyed, since
-        clients choose trace ids."""
+        """Return whether a trace belongs to the share that is recorded; always the same result for
+        a trace. The choice depends on a secret key, since clients choose the ids of traces."""
         digest = blake2b(trace.to_bytes(16), key=self._key, digest_size=8).digest()
         return int.from_bytes(digest) < self._below
 
@@ -203,19 +207,23 @@ NO_TRACER = Tracer()
 
 
 def context_of(metadata: Any) -> TraceContext:
-    """Return the parent span in the metadata of a gRPC call."""
+    """Return the reference to the caller's span that is in the metadata of a gRPC call."""
     entries = dict(metadata or ())
     return TraceContext(str(entries.get("traceparent", "")), str(entries.get("tracestate", "")))
 
 
 @contextmanager
 def tracing(service: str, settings: ServerSettings, key: bytes = b"") -> Iterator[Tracer]:
-    """A context with the tracer of this process; `key` is the Tracer's. Raises ValueError if the
-    options cannot work."""
+    """A context with the tracer of this process, which exports spans if a collector is configured.
+    `key` is passed to the Tracer. Raises ValueError if the tracing options are wrong."""
     url = endpoint(settings)
     if not url:
         if settings.otlp_traces_endpoint:
-            log.warning("%s has no effect: %s is set", FLAG, switched_off())
+            log.warning(
+                "%s has no effect, because the environment disables tracing by %s",
+                FLAG,
+                switched_off(),
+            )
         yield Tracer(settings.otlp_traces_sample, key)
         return
     tracer = ExportingTracer(service, exporter(url), settings.otlp_traces_sample, key)
@@ -226,8 +234,8 @@ def tracing(service: str, settings: ServerSettings, key: bytes = b"") -> Iterato
 
 
 def exporter(url: str) -> "SpanExporter":
-    """An exporter that sends spans to a collector. It logs one line when the collector stops taking
-    them."""
+    """Make an exporter that sends spans to the collector at `url`. It logs once when the collector
+    stops accepting spans, and once when it accepts them again."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
@@ -246,10 +254,11 @@ def exporter(url: str) -> "SpanExporter":
             if accepted != self.accepted:
                 self.accepted = accepted
                 if accepted:
-                    log.info("%s accepts traces again", collector)
+                    log.info("the collector %s accepts traces again", collector)
                 else:
                     log.warning(
-                        "%s does not accept traces; they are dropped until it does", collector
+                        "the collector %s does not accept traces; they are dropped until it does",
+                        collector,
                     )
             return result
 
@@ -260,8 +269,9 @@ def exporter(url: str) -> "SpanExporter":
 
 
 class ExportingTracer(Tracer):
-    """Records the spans of sampled traces: a share `sample` of those that begin here or that a
-    client samples; between processes, those whose parent is sampled."""
+    """A Tracer that records and exports the spans of sampled traces. At the entry from clients,
+    this is a share `sample` of the new traces and of those that clients mark as sampled; elsewhere,
+    it is all traces whose parent span is sampled."""
 
     def __init__(
         self, service: str, exporter: "SpanExporter", sample: float = 1.0, key: bytes = b""
@@ -302,16 +312,18 @@ class ExportingTracer(Tracer):
         return _RecordedSpan(self, context, name, (trace, span_id, parent_id), began, entry)
 
     def export(self, span: "ReadableSpan") -> None:
-        """Queue a span for export."""
+        """Queue an ended span for the thread that sends spans to the collector."""
         self._processor.on_end(span)
 
     @property
     def resource(self) -> Any:
-        """The OpenTelemetry resource that describes this process."""
+        """OpenTelemetry's description of this process (service name and instance), which each span
+        carries."""
         return self._resource
 
     def close(self) -> None:
-        """Send the queued spans, for at most CLOSE_S; drop them if the last export failed."""
+        """Send the queued spans to the collector, for at most CLOSE_S; if the last export failed,
+        drop them."""
         is_unreachable = not getattr(self._exporter, "accepted", True)
         ending = threading.Thread(target=self._processor.shutdown, name="traces", daemon=True)
         ending.start()
@@ -409,8 +421,8 @@ def _dotted(attributes: dict[str, Value]) -> dict[str, Value]:
 
 
 def _parsed(parent: str) -> tuple[int, int, bool] | None:
-    """Return the ids of the trace and span in a traceparent, and whether the trace is sampled; None
-    if it is malformed."""
+    """Parse a traceparent header: return the ids of the trace and of the span, and whether the
+    trace is sampled; None if it is malformed."""
     match = _PARENT.fullmatch(parent)
     if match is None:
         return None

@@ -1,1 +1,1 @@
-"""The prefill worker: computes the KV of prompts and sends it."""
+"""The prefill worker: computes the KV of prompts and sends it to decode workers."""

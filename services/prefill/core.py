@@ -1,10 +1,11 @@
-"""The prefill service's attempts, from PrefillStart to Done or Failed, and its engine thread.
+"""The attempts at requests in a prefill worker, from PrefillStart to PrefillDone or PrefillFailed,
+and its runtime.
 
-Everything runs on the loop; PrefillRuntime posts to the engine thread. A lost session does not end
-its attempts: decode responds with Gone to the Claim of an attempt that no router needs any more. A
-router that has adopted an attempt sends its PrefillStart again, and receives its events from then
-on. If the attempt has ended, its last event is sent again, since the router that received it first
-may be gone.
+Everything runs on the event loop; PrefillRuntime posts work to the engine thread. Attempts continue
+when the session of their router ends; if no router needs an attempt any more, the decode worker
+ends it by a Gone in response to its Claim. A router that takes an attempt over from another sends
+its PrefillStart again, and receives the attempt's events from then on. If the attempt has ended,
+its last event is sent again, since the router that received it first may be gone.
 """
 
 import logging
@@ -40,9 +41,9 @@ PrefillSession = RouterSession[Outbox[wire.PrefillEvent]]
 
 
 class PrefillRuntime(WorkerRuntime):
-    """Computes prompts and sends their KV.
+    """The engine thread of a prefill worker: computes prompts and sends their KV.
 
-    `on_ended` is called on the engine thread and must not block.
+    `on_ended` is called on the engine thread when a hand-off ends, and must not block.
     """
 
     role = fleet_pb2.PREFILL
@@ -72,7 +73,8 @@ class PrefillRuntime(WorkerRuntime):
         deadline: float,
         receiver: bytes,
     ) -> "Future[Any]":
-        """Queue a prompt to compute and send. The future raises the engine's errors."""
+        """Queue a prompt whose KV is to be computed and sent to the decode worker at `address`. The
+        future raises the engine's errors."""
 
         def start(_: Engine) -> None:
             self.sender.start_sending(ticket, address, prompt, deadline, receiver)
@@ -81,7 +83,8 @@ class PrefillRuntime(WorkerRuntime):
         return self.thread.post(start)
 
     def cancel(self, attempt: bytes) -> None:
-        """End an attempt; a chunk that is being computed is the last one."""
+        """Cancel an attempt on the engine thread. A chunk of the prompt that is being computed is
+        completed; no other one is computed."""
 
         def cancel(_: Engine) -> None:
             self.sender.cancel(attempt, "cancelled")
@@ -90,7 +93,8 @@ class PrefillRuntime(WorkerRuntime):
         self.thread.post(cancel)
 
     def hand_back(self) -> None:
-        """End every attempt that has not begun, so that the routers place it elsewhere."""
+        """End every attempt whose computation has not begun, so that the routers place it on
+        another worker."""
         self.thread.post(lambda _: self.sender.hand_back())
 
     # On the engine thread
@@ -114,7 +118,7 @@ class PrefillRuntime(WorkerRuntime):
 
 @dataclass(slots=True)
 class SendingAttempt:
-    """An attempt that has not ended."""
+    """A running attempt: a prompt whose KV this worker computes and sends."""
 
     owner: PrefillSession  # receives the attempt's events
     request: str
@@ -124,14 +128,14 @@ class SendingAttempt:
 
 @dataclass(frozen=True, slots=True)
 class EndedAttempt:
-    """An ended attempt's last event, and its request for the log."""
+    """An attempt that has ended: its last event, and its request id for the log."""
 
     event: wire.PrefillEvent
     request: str
 
 
 class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
-    """All attempts of one prefill process."""
+    """All attempts at requests in one prefill worker."""
 
     def __init__(self, tracer: Tracer = NO_TRACER) -> None:
         super().__init__(Outbox[wire.PrefillEvent])
@@ -141,25 +145,28 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
 
     @property
     def num_attempts(self) -> int:
-        """The number of attempts that have not ended."""
+        """The number of attempts that are running, that is, have not ended."""
         return len(self._sending)
 
     async def drain(self) -> None:
-        """Finish the attempts that have begun; hand back the rest for other workers."""
+        """Finish the attempts whose computation has begun; hand the others back to the routers,
+        which place them on other workers."""
         self._draining = True
         if self._runtime is not None:
             self._runtime.hand_back()
         await super().drain()
 
     def start(self, session: PrefillSession, start: wire.PrefillStart, ids: Sequence[int]) -> None:
-        """Start an attempt; sends PrefillAccepted, Busy or PrefillFailed, or the last event of an
-        attempt that has ended."""
+        """Start an attempt. The router receives PrefillAccepted, Busy or PrefillFailed; if the
+        attempt has already ended, its last event again."""
         if self._answer_repeat(session, start):
             return
         try:
             runtime = self._runtime
             if runtime is None or self._draining:
-                raise ServiceError(pb.UNAVAILABLE, "the worker does not accept new work")
+                raise ServiceError(
+                    pb.UNAVAILABLE, "the worker is loading or draining; it does not accept new work"
+                )
             ticket = self._ticket(start, runtime)
         except ServiceError as error:
             self.refuse(session, start.attempt, error)
@@ -176,12 +183,13 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         when_done(future, partial(self._started, start.attempt))
 
     def refuse(self, session: PrefillSession, attempt: bytes, error: ServiceError) -> None:
-        """Send PrefillFailed for a PrefillStart that does not start an attempt."""
+        """Send PrefillFailed to the router for a PrefillStart that cannot start an attempt."""
         session.outbox.put(_failed(attempt, error, handed_back=self._draining))
 
     def cancel(self, session: PrefillSession, attempt: bytes) -> None:
-        """End an attempt. No event follows, unless the attempt is started again. The cancel counts
-        as stale if another session has taken the attempt over."""
+        """Cancel an attempt. The router receives no event of it, unless it starts the attempt
+        again. If the attempt is unknown or belongs to another live session by now, only count the
+        message as stale."""
         sending = self._sending.get(attempt)
         owner = None if sending is None else sending.owner
         if self._runtime is None or owner is None or (owner is not session and not owner.lost):
@@ -192,7 +200,8 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         self._runtime.cancel(attempt)
 
     def on_ended(self, sent: Sent) -> None:
-        """Handle the end of a hand-off, completed or failed."""
+        """Handle the end of an attempt's KV hand-off: log it, and send PrefillDone or PrefillFailed
+        to the router."""
         sending = self._sending.get(sent.attempt)
         if sending is None:
             ended = self._ended.get(sent.attempt)  # it was cancelled
@@ -207,9 +216,9 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         sending.owner.outbox.put(event)
 
     def _answer_repeat(self, session: PrefillSession, start: wire.PrefillStart) -> bool:
-        """Answer a PrefillStart that was sent before: the attempt has ended, or it runs under this
-        ticket and sends its events to this session from now on. Returns False if the PrefillStart
-        is new."""
+        """Answer a repeated PrefillStart. If its attempt has ended, send the last event again; if
+        it runs with the same ticket, send its events to this session from now on. Returns False if
+        the PrefillStart is not a repeated one."""
         ended = self._ended.get(start.attempt)
         if ended is not None:
             session.outbox.put(ended.event)
@@ -223,7 +232,8 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         return True
 
     def _remember(self, attempt: bytes, event: wire.PrefillEvent, error: str) -> None:
-        """Record an attempt's last event. `error`: why it failed; empty if it did not."""
+        """Move an attempt from the running to the ended ones, with its last event. `error`: why it
+        failed; empty if it did not."""
         sending = self._forget(attempt, error)
         self._ended[attempt] = EndedAttempt(event, sending.request)
         if len(self._ended) > MAX_ENDED:
@@ -293,7 +303,8 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         return span
 
     def _forget(self, attempt: bytes, error: str) -> SendingAttempt:
-        """Remove a running attempt. `error`: why it failed; empty if it did not."""
+        """Remove an attempt from the running ones and end its trace span. `error`: why it failed;
+        empty if it did not."""
         sending = self._sending.pop(attempt)
         sending.span.end(error)
         if not self._sending:
@@ -354,7 +365,7 @@ def _log(sent: Sent, request: str) -> None:
     phases = _phases(sent)
     outcome = sent.reason or f"{sent.num_bytes / 1e6:.1f} MB by {sent.transport}"
     log.info(
-        "attempt %s: %s; %d tokens cached; queue %.3f s, prefill %.3f s, transfer %.3f s",
+        "hand-off %s: %s; %d tokens cached; queue %.3f s, prefill %.3f s, transfer %.3f s",
         sent.attempt.hex()[:8],
         outcome,
         sent.cached_tokens,

@@ -1,4 +1,4 @@
-"""The prefill process: its gRPC service, and how its parts are built."""
+"""The gRPC service of a prefill process, and the role that builds the process's parts."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillServicer(worker_pb2_grpc.PrefillServicer):
-    """The Prefill service: one session for each router, which carries all its requests."""
+    """The gRPC service Prefill. A router opens one Session call, which carries all its requests."""
 
     def __init__(self, core: PrefillCore) -> None:
         self._core = core
@@ -52,11 +52,13 @@ class PrefillServicer(worker_pb2_grpc.PrefillServicer):
             case "cancel":
                 self._core.cancel(session, command.cancel.attempt)
             case _:
-                log.warning("ignored a command of a router that this version does not know")
+                log.warning(
+                    "ignored a router's command of a kind that this version of the worker lacks"
+                )
 
 
 class PrefillRole(WorkerRole[PrefillSettings, PrefillCore, PrefillRuntime]):
-    """The parts of a prefill process."""
+    """The role of a prefill process: makes its core, its gRPC servicer and its runtime."""
 
     service = "pdserve.v1.Prefill"
 
@@ -74,8 +76,8 @@ class PrefillRole(WorkerRole[PrefillSettings, PrefillCore, PrefillRuntime]):
 
 
 def run(settings: PrefillSettings, engine: EngineConfig, report: Report = silent) -> int:
-    """Run a prefill process until a signal. Returns the exit code; raises what `run_worker`
-    raises."""
+    """Run a prefill process until a signal; return its exit code. Raises OSError if an address is
+    taken, ValueError for settings that cannot work, and any error of loading the model."""
     return run_worker(
         settings, lambda tracer: PrefillRole(settings, engine, tracer), "prefill", report
     )

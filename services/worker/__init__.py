@@ -1,1 +1,1 @@
-"""What prefill and decode workers share: process, membership, reports."""
+"""What prefill and decode workers have in common: process, registration with routers, reports."""

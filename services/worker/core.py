@@ -1,6 +1,8 @@
-"""A worker's part on the event loop: the routers' sessions, and whether it takes new work.
+"""The part of a worker that runs on the event loop: the sessions of routers, and whether the worker
+accepts new work.
 
-Its methods post to the engine thread through the runtime; results return by `when_done`.
+Its methods post work to the engine thread through the runtime; results return to the loop by
+`when_done`.
 """
 
 import asyncio
@@ -29,8 +31,8 @@ RuntimeT = TypeVar("RuntimeT", bound=WorkerRuntime)
 
 @dataclass(eq=False, slots=True)
 class RouterSession(Generic[OutboxT]):
-    """A router's session with this worker: its stream of events. Attempts that it started outlive
-    it."""
+    """A router's session with this worker, and the outbox of its events. Attempts that the session
+    has started continue after it ends."""
 
     outbox: OutboxT
     peer: str  # gRPC's name of the router's connection
@@ -38,9 +40,10 @@ class RouterSession(Generic[OutboxT]):
 
 
 class WorkerCore(Generic[RuntimeT, OutboxT]):
-    """The attempts of one worker process; prefill and decode derive from it.
+    """The attempts at requests that run in one worker process. The cores of prefill and decode
+    workers derive from it.
 
-    Subclasses clear `_empty` when they take an attempt and set it when they have none.
+    Subclasses clear `_empty` when they take an attempt, and set it when no attempt remains.
     """
 
     def __init__(self, new_outbox: Callable[[], OutboxT]) -> None:
@@ -56,14 +59,14 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
         self.in_fleet = asyncio.Event()  # a router has opened a session: it sends work here
 
     def attach(self, runtime: RuntimeT) -> None:
-        """Take work from now on: the model is loaded."""
+        """Accept work from now on, with the runtime of the loaded model."""
         self._runtime = runtime
 
     async def drain(self) -> None:
         """Refuse new work; return when all work is done and the routers have read the last events.
 
-        The sessions end before the worker leaves its routers, so that no router takes it for lost
-        before it has read those events.
+        The sessions end before the worker deregisters from its routers, so that no router considers
+        it lost before having read those events.
         """
         self._draining = True
         await self._empty.wait()
@@ -75,9 +78,9 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
         carry_out: Callable[[RouterSession[OutboxT], Any, IdsCollector], None],
         context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> AsyncGenerator[list[Any], None]:
-        """Serve one Session call; yields batches of events. `carry_out` is called with the session,
-        each command except `hello` and `ids_part`, and the token ids that were sent ahead in
-        parts."""
+        """Serve a router's Session call: process its commands, and yield batches of events for it.
+        `carry_out` receives the session, each command except `hello` and `ids_part`, and the
+        collector of the token ids that the router sends in parts before a command."""
         if self._runtime is None:
             await abort(context, ServiceError(pb.UNAVAILABLE, "the model is still loading"))
         session = RouterSession(self._new_outbox(), context.peer())
@@ -115,17 +118,18 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
                 carry_out(session, command, ids)
 
     def _opened(self, session: RouterSession[OutboxT], hello: SessionHello) -> None:
-        """Take a session's first command. Raises ServiceError if the router's version is too old or
-        too new."""
+        """Process `hello`, a session's first command. Raises ServiceError if the router's protocol
+        version is too old or too new."""
         self._versions.check(hello.protocol, f"router at {host_of(session.peer)}")
         self.in_fleet.set()
-        log.debug("router %s opened a session", hello.router_boot.hex())
+        log.debug("router %s opened a session with this worker", hello.router_boot.hex())
 
     def _session_lost(self, session: RouterSession[OutboxT]) -> None:
-        """A session ended. Its attempts continue unless a subclass overrides this."""
+        """Handle the end of a session. Does nothing by default, so the session's attempts continue;
+        subclasses may override it."""
 
     async def _end_sessions(self) -> None:
-        """End the open streams after all queued events; wait at most END_S for their end."""
+        """End all sessions after their queued events are sent; wait for that at most END_S."""
         ending = set(self._sessions)
         for session in ending:
             session.outbox.close()
@@ -137,7 +141,8 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
 
 
 def when_done(future: "Future[Any]", callback: Callable[["Future[Any]"], None]) -> None:
-    """Call callback(future) on the loop, in the order in which the engine thread responds."""
+    """Have the event loop call callback(future) when the future is done. Callbacks run in the order
+    in which the engine thread completes their futures."""
     loop = asyncio.get_running_loop()
 
     def done(future: "Future[Any]") -> None:
@@ -148,7 +153,8 @@ def when_done(future: "Future[Any]", callback: Callable[["Future[Any]"], None]) 
 
 
 def service_error(error: EngineError) -> ServiceError:
-    """Return the error that router and client receive for a request that the engine refuses."""
+    """Convert an engine's refusal of a request to the error that the router and the client
+    receive."""
     too_long = isinstance(error, ContextLengthExceeded)
     code = pb.CONTEXT_LENGTH_EXCEEDED if too_long else pb.INVALID_ARGUMENT
     return ServiceError(code, str(error), error.param)

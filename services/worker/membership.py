@@ -1,20 +1,21 @@
-"""Registers a worker with routers: a Fleet.Join stream (a lease) with each router, or with the
-first `join_routers` of them by rendezvous hash.
+"""Registers a worker with routers by a Fleet.Join stream (a lease) to each router, or to the first
+`join_routers` of them in rendezvous order.
 
-It runs on threads besides the event loop, so that a worker with a busy loop or engine does not look
-dead. Every method may be called from any thread. A lease sends the worker's description (hello),
-then the hashes of its prefix cache, then changes of the cache, loads and heartbeats.
+Leases run on threads besides the event loop, so that a worker whose event loop or engine is busy
+does not look dead. Every method may be called from any thread. A lease sends the worker's
+description (hello), then the hashes in its prefix cache, then changes of the cache, load reports
+and heartbeats.
 
 With `join_routers`, a router that refuses this worker, or has not accepted it for ABSENT_S, is
-tried again but does not count, so the next router in the order is joined too. Once enough of the
-first routers have accepted the worker and SETTLED_S have passed, the worker deregisters from the
-others: they place no new requests here, running ones continue over their sessions, and each router
-ends the lease when none of them remains. So deregistration ends or recomputes no stream.
+retried but does not count, so the next router in the order is joined too. Once enough of the first
+routers have accepted the worker and SETTLED_S have passed, the worker deregisters from the other
+routers. These send no new requests to it, their running requests continue, and each ends its lease
+when none of its requests remains. So deregistration ends or recomputes no stream.
 
-A router that has received nothing for a second suspects the worker, so two heartbeats fall within
-one. A load carries a heartbeat if the router reads it there, so a busy worker sends few others.
-Heartbeats without a load are sent at slots of the wall clock: a router wakes once for those of many
-workers, which halves its cost.
+A router that has received nothing for a second suspects that the worker is dead, so heartbeats are
+sent at least twice a second. A load report includes a heartbeat if the router reads it there, so a
+busy worker sends few separate ones. Separate heartbeats are sent at fixed slots of the wall clock:
+a router wakes once for the heartbeats of many workers, which halves its cost.
 """
 
 import logging
@@ -67,8 +68,9 @@ LOAD_FIELDS = (
 
 
 class WorkerReports:
-    """The reports of one lease after its hello, and when each is due. Any thread may add reports,
-    and one takes them. Time is an argument."""
+    """The reports that one lease sends after its hello (loads, prefix cache changes, heartbeats,
+    goodbye), and when each is due. Any thread may add reports; one thread takes them. Callers pass
+    the time."""
 
     def __init__(self, heartbeat: Callable[[], pb.Heartbeat]) -> None:
         self.wall_offset = 0.0  # from the clock of `now` to the wall clock
@@ -81,21 +83,22 @@ class WorkerReports:
         self._last_load_at = self._last_beat_at = self._next_beat = -math.inf
 
     def add_load(self, load: pb.Load) -> None:
-        """Replace the load to be sent."""
+        """Set the load to send next; it replaces one that is not sent yet."""
         with self._lock:
             self._load = load
 
     def add_prefixes(self, events: Sequence[pb.PrefixEvents]) -> None:
-        """Add events of the prefix cache; all are sent, in order."""
+        """Queue changes of the prefix cache; all are sent, in order."""
         self._prefixes.extend(events)
 
     def add_goodbye(self, goodbye: pb.Goodbye) -> None:
-        """Add the message that the worker drains or deregisters from this router."""
+        """Set the message by which the worker announces to this router that it drains or
+        deregisters."""
         with self._lock:
             self._goodbye = goodbye
 
     def due(self, now: float) -> Iterator[pb.WorkerReport]:
-        """Yield the reports that are due now."""
+        """Remove and yield the reports that are due at the time `now`."""
         with self._lock:
             goodbye, self._goodbye = self._goodbye, None
         if goodbye is not None:
@@ -110,7 +113,7 @@ class WorkerReports:
             yield pb.WorkerReport(heartbeat=self._beat(now))
 
     def next_due(self) -> float:
-        """Return when the next report is due if none is added before."""
+        """Return the time at which the next report is due, if none is added before."""
         return min(self._next_beat, self._load_due())
 
     def _beat(self, now: float) -> pb.Heartbeat:
@@ -136,13 +139,15 @@ class WorkerReports:
 
 
 def load_interval_s(last_load: pb.Load, load: pb.Load) -> float:
-    """Return how long after `last_load` the next load may go out."""
+    """Return the least seconds between sending `last_load` and `load`: longer if the load is
+    steady."""
     steady = all(getattr(last_load, name) == getattr(load, name) for name in LOAD_FIELDS)
     return STEADY_INTERVAL_S if steady else LOAD_INTERVAL_S
 
 
 class _Lease:
-    """One Join stream. gRPC's own thread iterates over the reports, which sends the heartbeats."""
+    """A worker's registration with one router: one Fleet.Join stream. A gRPC thread iterates over
+    the reports, and so also sends the heartbeats."""
 
     def __init__(self, owner: "Membership", address: str, access: Access) -> None:
         self._owner = owner
@@ -180,9 +185,10 @@ class _Lease:
         self._wake.set()
 
     def leave(self) -> None:
-        """Deregister: the router ends the lease once none of its requests runs here."""
+        """Deregister from this router, which ends the lease once none of its requests runs on this
+        worker."""
         if not self.leaving:
-            log.info("deregistering from router %s: other routers take its place", self.address)
+            log.info("deregistering from router %s, since other routers replace it", self.address)
             self.leaving = True
             self._pending_reports.add_goodbye(
                 pb.Goodbye(reason="it uses other routers", leaves=True)
@@ -190,14 +196,14 @@ class _Lease:
             self._wake.set()
 
     def close(self) -> None:
-        """Begin to end the stream; `wait` waits for the end."""
+        """Begin to end the Join stream at once; use `wait` to wait for its end."""
         self._closed = True
         self._wake.set()
         if self._call is not None:
             self._call.cancel()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the stream has ended within that time."""
+        """Wait for the end of the Join stream; return whether it has ended within `timeout_s`."""
         self._thread.join(timeout=max(0.0, timeout_s))
         return not self._thread.is_alive()
 
@@ -242,8 +248,8 @@ class _Lease:
             self._failed(error)
 
     def _welcomed(self, welcome: pb.Welcome) -> None:
-        """The router accepted the worker. Raises ServiceError if its version is too old or too
-        new."""
+        """Record that the router has accepted the worker. Raises ServiceError if the router's
+        protocol version is too old or too new."""
         check_version(welcome.protocol, "worker", f"router {self.address}")
         log.info("registered with router %s (protocol version %d)", self.address, welcome.protocol)
         self.welcomed = time.monotonic()
@@ -256,11 +262,12 @@ class _Lease:
 
 
 class Membership:
-    """Keeps the worker registered with its routers until closed.
+    """Keeps a worker registered with its routers until closed.
 
-    `routers` are targets (docs/discovery.md), resolved again every second. Routers that are not
-    ready are joined too, so that they know the fleet once they are. `liveness` returns the engine's
-    counter and whether it is busy. Prefix events carry one sequence per worker, counted in hashes.
+    `routers` are targets (docs/discovery.md), which are resolved again every second. Routers that
+    are not ready are joined too, so that they know the workers once they are ready. `liveness`
+    returns the engine's step counter and whether the engine is busy. Changes of the prefix cache
+    are numbered by one sequence per worker, which counts hashes.
     """
 
     def __init__(
@@ -289,16 +296,17 @@ class Membership:
         self._thread = threading.Thread(target=self._resolve_forever, name="join", daemon=True)
 
     def heartbeat(self) -> pb.Heartbeat:
-        """Return the engine's present counter and whether it has work."""
+        """Make a heartbeat: the engine's current step counter, and whether the engine has work."""
         counter, busy = self._liveness()
         return pb.Heartbeat(step=counter, busy=busy)
 
     def start(self) -> None:
-        """Begin to register; `hello` must be complete."""
+        """Start to register with the routers; `hello` must be complete."""
         self._thread.start()
 
     def report(self, load: pb.Load) -> None:
-        """Send the newest load: at once, but at most 20 times a second, or 10 if it is steady."""
+        """Send the newest load to all joined routers, at most 20 times a second, or 10 if it is
+        steady."""
         with self._lock:
             self._load = load
             leases = list(self._leases.values())
@@ -306,7 +314,8 @@ class Membership:
             lease.load(load)
 
     def prefixes(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Send changes of the prefix cache; a hash in both lists was removed last."""
+        """Send the block hashes that were added to and removed from the prefix cache to all joined
+        routers. A hash in both lists was removed after it was added."""
         if not added and not removed:
             return
         with self._lock:
@@ -329,17 +338,17 @@ class Membership:
         return events
 
     def announce_drain(self, reason: str = "drain") -> None:
-        """Have all routers, also those joined later, send no new work."""
+        """Ask all routers, including those joined later, to send no new work to this worker."""
         with self._lock:
             self._drain_reason = reason
             for lease in self._leases.values():
                 lease.announce_drain(reason)
 
     def close(self, timeout_s: float = DEREGISTER_S) -> None:
-        """End all leases at once; the routers then see the streams end.
+        """End all leases at once; the routers see that the streams have ended.
 
-        Returns after at most `timeout_s`. A name lookup has no time limit, so its thread may still
-        run then; it opens no lease any more.
+        Returns after at most `timeout_s`. A name lookup has no time limit, so the thread that
+        resolves names may still run then; it opens no more leases.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -353,10 +362,14 @@ class Membership:
         if self._thread.is_alive():
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if not all(ended):
-            log.warning("the Join streams to %d routers did not end in time", ended.count(False))
+            log.warning(
+                "the leases (Join streams) with %d routers did not end in time",
+                ended.count(False),
+            )
 
     def note(self, address: str, problem: str) -> None:
-        """Log why a router is not joined, once per reason. `problem`: empty if it is joined."""
+        """Log why registering with a router fails, once per reason. `problem` is the reason; empty
+        if the worker is registered."""
         with self._lock:
             previous = self._problems.get(address, "")
             self._problems[address] = problem
@@ -366,13 +379,14 @@ class Membership:
             log.warning("cannot register with router %s: %s; retrying", address, problem)
 
     def refused(self, address: str) -> None:
-        """Delay the next attempt to join a router whose version is too far from this worker's."""
+        """Delay the next try to register with a router whose protocol version is too far from this
+        worker's."""
         with self._lock:
             _, pause = self._refused.get(address, (0.0, REFUSED_S))
             self._refused[address] = time.monotonic() + pause, min(MAX_REFUSED_S, 2 * pause)
 
     def lease_ended(self) -> None:
-        """Check the leases soon, because one has ended."""
+        """Have the thread check the leases soon, because one has ended."""
         self._changed.set()
 
     def _resolve_forever(self) -> None:
@@ -399,7 +413,7 @@ class Membership:
             self._stop.wait(REJOIN_S)
 
     def _target_routers(self, addresses: set[str], now: float) -> set[str]:
-        """Return the routers that should be joined."""
+        """Return the addresses of the routers with which the worker should be registered."""
         num_routers = self.hello.join_routers
         if not num_routers:
             return addresses
@@ -415,8 +429,9 @@ class Membership:
         return targets
 
     def _leave_others(self, targets: set[str], now: float) -> None:
-        """Deregister from routers that are no longer targets, once enough targets have accepted the
-        worker. A router that becomes a target again is joined again."""
+        """Deregister from routers outside `targets`, once enough of the targets have accepted the
+        worker. End the lease of a target from which the worker has been deregistering, so that it
+        is joined again."""
         num_routers = self.hello.join_routers
         if not num_routers or self._drain_reason is not None:
             return

@@ -1,4 +1,4 @@
-"""A worker's Prometheus metrics, made from its last reported load."""
+"""A worker's Prometheus metrics, made from the worker's last load report."""
 
 from collections.abc import Iterator
 
@@ -12,14 +12,19 @@ GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
 FIGURES: tuple[tuple[MetricKind, str, str, str], ...] = (  # with the field of Load
     (GAUGE, "pdserve_promised_tokens", "Tokens promised to hand-offs", "promised_tokens"),
     (GAUGE, "pdserve_parked_requests", "Requests parked after a lost session", "parked"),
-    (GAUGE, "pdserve_following_requests", "Requests waiting for others' KV", "following"),
+    (
+        GAUGE,
+        "pdserve_following_requests",
+        "Requests waiting for KV in transfer for another request",
+        "following",
+    ),
     (COUNTER, "vllm:prompt_tokens", "Prompt tokens computed", "prompt_tokens"),
     (COUNTER, "vllm:generation_tokens", "Tokens generated", "generation_tokens"),
     (COUNTER, "pdserve_stale_messages", "Messages about ended attempts", "stale_messages"),
     (
         COUNTER,
         "pdserve_inexact_handoffs",
-        "Hand-offs between different KV identities",
+        "KV hand-offs between workers with different KV identities",
         "inexact_handoffs",
     ),
     (COUNTER, "pdserve_adopted_requests", "Parked requests that a router resumed", "adopted"),
@@ -29,16 +34,21 @@ FIGURES: tuple[tuple[MetricKind, str, str, str], ...] = (  # with the field of L
         "Parked requests aborted because no router resumed them",
         "park_expired",
     ),
-    (COUNTER, "pdserve_attached_requests", "Requests that used others' KV", "attached"),
+    (
+        COUNTER,
+        "pdserve_attached_requests",
+        "Requests that waited for another request's KV and used it",
+        "attached",
+    ),
     (
         COUNTER,
         "pdserve_placed_again_requests",
-        "Requests that waited for others' KV, which did not come",
+        "Requests that waited for another request's KV, which did not arrive",
         "placed_again",
     ),
     (COUNTER, "pdserve_recomputed_tokens", "Generated tokens computed again", "recomputed_tokens"),
     (COUNTER, "pdserve_moved_requests", "Requests moved to another worker", "moved_away"),
-    (COUNTER, "pdserve_stayed_requests", "Requests whose move failed", "stayed"),
+    (COUNTER, "pdserve_stayed_requests", "Requests whose move to another worker failed", "stayed"),
     (
         COUNTER,
         "pdserve_park_evicted_requests",
@@ -55,7 +65,8 @@ TRANSPORT_COUNTERS = (
 
 
 class WorkerMetrics:
-    """A collector. The loop replaces `load` as a whole; the metrics thread reads it."""
+    """A Prometheus collector of one worker's metrics. The event loop replaces `load` as a whole;
+    the metrics thread reads it."""
 
     def __init__(self, hello: WorkerHello) -> None:
         self.load = Load()

@@ -1,6 +1,6 @@
-"""The life of a worker process: listen, load, join the routers, report, drain, stop.
+"""The life of a worker process: listen, load the model, join the routers, report, drain, stop.
 
-gRPC health responds NOT_SERVING until the model is loaded, and while the engine is frozen
+gRPC health checks return NOT_SERVING until the model is loaded, and while the engine is frozen
 (common/stall_detector.py). The engine has work at least once a second, because its load is read
 that often.
 """
@@ -57,8 +57,8 @@ RuntimeT = TypeVar("RuntimeT", bound=WorkerRuntime)
 
 
 class WorkerRole(ABC, Generic[SettingsT, CoreT, RuntimeT]):
-    """The parts in which prefill and decode processes differ: a core, and factories of the servicer
-    and the runtime. Construct it in the running loop."""
+    """The parts of a worker process that differ between prefill and decode: its core, its gRPC
+    servicer and its runtime. Construct it in the running loop."""
 
     service: ClassVar[str]  # full name of its gRPC service
 
@@ -71,26 +71,30 @@ class WorkerRole(ABC, Generic[SettingsT, CoreT, RuntimeT]):
 
     @abstractmethod
     def register(self, server: grpc.aio.Server) -> None:
-        """Add the servicer; it refuses work until `attach`."""
+        """Add the role's gRPC servicer to the server; it refuses work until `attach`."""
 
     @abstractmethod
     def make_runtime(self, engine: Engine, card: CardData, incarnation: bytes) -> RuntimeT:
-        """Make the engine's thread and hand-offs; called on the loading thread."""
+        """Make the runtime: the engine thread and the hand-offs of KV. Called on the loading
+        thread."""
 
     def build(self, incarnation: bytes, progress: Callable[[str, float], None]) -> RuntimeT:
-        """Load the model, on the loading thread. `incarnation`: the id of this process."""
+        """Load the model and make the runtime, on the loading thread. `incarnation` is the random
+        id of this process; `progress` receives the phase of loading and the fraction of it that is
+        done."""
         config = replace(self._config, threads=self.settings.threads)
         engine, card = build_engine(config, progress)
         self.runtime = self.make_runtime(engine, card, incarnation)
         return self.runtime
 
     def attach(self) -> None:
-        """Begin to take work with the built runtime; on the loop."""
+        """Let the core accept work with the built runtime. Call on the event loop."""
         assert self.runtime is not None  # built
         self.core.attach(self.runtime)
 
     def on_loop(self, fn: Callable[Params, None]) -> Callable[Params, None]:
-        """Wrap `fn` for other threads: it runs on the loop, in the order of the calls."""
+        """Wrap `fn` so that other threads can call it: it then runs on the event loop, in the order
+        of the calls."""
 
         def post(*args: Params.args, **kwargs: Params.kwargs) -> None:
             self._loop.call_soon_threadsafe(partial(fn, *args, **kwargs))
@@ -102,15 +106,17 @@ AnyRole = WorkerRole[Any, Any, Any]
 
 
 class LoadingPanicked(Exception):
-    """Raised when a native library panics during loading; the original is not an Exception."""
+    """Raised in place of a native library's panic during loading, since a panic is not an
+    Exception."""
 
 
 class LoadingStopped(Exception):
-    """Raised out of loading when the process is to stop."""
+    """Raised inside the loading of the model to end it, because the process is stopping."""
 
 
 class WorkerProcess:
-    """A running worker without signal handling, which tests use too."""
+    """A worker, from listening to its stop, without signal handling, so that tests can run it
+    too."""
 
     def __init__(
         self,
@@ -119,8 +125,8 @@ class WorkerProcess:
         report: Report,
         on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_loaded` is called when the model is loaded, before serving begins. Raises ValueError
-        for settings that cannot work, OSError for files that cannot be read."""
+        """`on_loaded` is called when the model is loaded, before the worker accepts work. Raises
+        ValueError for settings that cannot work, OSError for files that cannot be read."""
         # Refuses an invalid target before the model is loaded.
         Discovery("--routers", settings.routers, lambda: None, ready_only=False)
         self.incarnation = os.urandom(16)
@@ -145,7 +151,8 @@ class WorkerProcess:
         self.hung = False  # cannot close: a thread hangs, or the device is lost
 
     async def start(self) -> None:
-        """Listen, and begin to load. Raises OSError if the address is taken."""
+        """Listen, and start to load the model on a thread. Raises OSError if the address is
+        taken."""
         add_BlobsServicer_to_server(BlobsServicer(self._blobs.get), self.grpc_server.server)
         self._role.register(self.grpc_server.server)
         port = self.grpc_server.listen(self._settings.bind)
@@ -159,7 +166,7 @@ class WorkerProcess:
         self._loading.start()
 
     async def drain(self) -> None:
-        """Refuse new work, also at the routers; return when all work is done."""
+        """Refuse new work, ask the routers to send none, and return when all work is done."""
         self._draining = True
         if self._membership is not None:
             self._membership.announce_drain()
@@ -167,7 +174,8 @@ class WorkerProcess:
             await self._role.core.drain()
 
     async def stop(self, grace_s: float) -> None:
-        """Leave the routers, close the servers, end the engine; calls get `grace_s` to end."""
+        """Deregister from the routers, close the servers and end the engine; running calls have
+        `grace_s` to finish."""
         self._stopped = True
         for task in self._tasks:
             task.cancel()
@@ -200,11 +208,13 @@ class WorkerProcess:
             log.critical(text, runtime.thread.stack())
 
     def _build(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Load the model, on the loading thread."""
+        """Load the model, report the progress, and pass the runtime or the error to the event loop.
+        Runs on the loading thread."""
         reported: tuple[str, int] | None = None
 
         def progress(phase: str, fraction: float) -> None:
-            """Report whole percents: a model has hundreds of tensors."""
+            """Report the progress of loading, once per whole percent, since a model has hundreds of
+            tensors. Raises LoadingStopped if the process is stopping."""
             nonlocal reported
             if self._stopped:
                 raise LoadingStopped
@@ -224,14 +234,16 @@ class WorkerProcess:
                 loop.call_soon_threadsafe(self._failed, error)
 
     def _failed(self, error: Exception) -> None:
-        """Loading raised an error; `loaded` carries it to `serve_worker`."""
+        """Record that loading failed: set the error on `loaded`, from which `serve_worker` raises
+        it, and end the process by `failed`."""
         if not self.loaded.done():
             self.loaded.set_exception(error)
         if not self.failed.done():
             self.failed.set_result(None)
 
     def _task_ended(self, task: "asyncio.Task[None]") -> None:
-        """End the process when a task has died, because it would look alive but report nothing."""
+        """End the process if one of its background tasks has failed or was cancelled, because it
+        would look alive but report nothing."""
         if self._stopped or self.failed.done():
             return
         if task.cancelled():
@@ -252,8 +264,8 @@ class WorkerProcess:
             self.loaded.set_result(None)
 
     def _begin(self, runtime: WorkerRuntime) -> None:
-        """Accept work, register with the routers and report loads. Raises OSError if the metrics
-        port is taken."""
+        """Accept work, register with the routers, and start the tasks that report loads and watch
+        the engine. Raises OSError if the metrics port is taken."""
         for blob in runtime.blobs:
             self._blobs.add(blob)
         self._on_loaded()
@@ -289,8 +301,8 @@ class WorkerProcess:
         self._report("loading", {"what": "model", "fraction": 1.0})
 
     async def _report_ready(self, runtime: WorkerRuntime) -> None:
-        """Report `ready` once a router has opened a session. Before, it would send a long prompt
-        elsewhere."""
+        """Report the state `ready` once a router has opened a session. Before that, the router
+        would send long prompts to another worker."""
         in_fleet = self._role.core.in_fleet
         try:
             async with asyncio.timeout(ALONE_S):
@@ -320,8 +332,9 @@ class WorkerProcess:
             waited += LOAD_S
 
     async def _watch(self, thread: EngineThread) -> None:
-        """Watch the engine's counter, without calls into the engine, which would hang if it is
-        frozen. Raises DeviceLost once the device is lost."""
+        """Watch the engine thread's counter, and report NOT_SERVING in health checks while the
+        engine is frozen. Does not call the engine, since a call into a frozen engine would hang.
+        Raises DeviceLost once the device is lost."""
         loop = asyncio.get_running_loop()
         detector, serving = StallDetector(), True
         while True:
@@ -344,9 +357,9 @@ class WorkerProcess:
 def run_worker(
     settings: WorkerSettings, make_role: Callable[[Tracer], AnyRole], name: str, report: Report
 ) -> int:
-    """Serve until a signal. Returns the exit code. `make_role` is called in the loop. Raises
-    OSError if an address is taken, ValueError for settings that cannot work, and any error of
-    loading the model."""
+    """Run a worker process until a signal; return its exit code. `make_role` is called in the event
+    loop. Raises OSError if an address is taken, ValueError for settings that cannot work, and any
+    error of loading the model."""
 
     async def serve(tracer: Tracer) -> int:
         return await serve_worker(settings, make_role(tracer), report, freeze_heap)
@@ -362,8 +375,8 @@ async def serve_worker(
     report: Report,
     on_loaded: Callable[[], None] = lambda: None,
 ) -> int:
-    """Serve until a signal. Returns the exit code. Parameters as in WorkerProcess. Raises any error
-    of loading."""
+    """Run a worker on the current event loop until a signal; return the exit code. The parameters
+    are those of WorkerProcess. Raises any error of loading the model."""
     worker = WorkerProcess(settings, role, report, on_loaded)
     await worker.start()
     code = await run_until_signal(

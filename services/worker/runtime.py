@@ -1,7 +1,7 @@
-"""A worker's engine thread, transports and Sender, and the facts that it reports to routers.
+"""A worker's engine thread, KV transports and Sender of KV, and what it reports to routers.
 
-The engine thread owns the engine and the hand-offs; other threads post to it. Prefill and decode
-derive from WorkerRuntime and add their own parts.
+The engine thread owns the engine and the KV hand-offs; other threads post work to it. The runtimes
+of prefill and decode workers derive from WorkerRuntime and add their own parts.
 """
 
 import json
@@ -42,15 +42,16 @@ DATA_BIND = "127.0.0.1:0"  # listening address of a process that only sends
 
 
 class BlockAudit:
-    """Counts the snapshots at which KV blocks do not add up; used on one thread."""
+    """Counts the snapshots of a worker in which the numbers of KV blocks do not add up. Used on one
+    thread."""
 
     def __init__(self) -> None:
         self.errors = 0
         self._last = ""
 
     def look(self, discrepancy: str) -> int:
-        """Take a discrepancy (empty: none) and log each new one once. Returns the number of errors
-        so far."""
+        """Record a snapshot's discrepancy (empty: none); log it unless it is the same as the last
+        one. Returns the number of discrepancies so far."""
         if discrepancy:
             self.errors += 1
             if discrepancy != self._last:
@@ -60,9 +61,10 @@ class BlockAudit:
 
 
 class WorkerRuntime(ABC):
-    """An engine and its hand-offs. Constructed on the loading thread.
+    """A worker's engine and its KV hand-offs. Constructed on the loading thread.
 
-    A subclass's constructor makes its endpoints, then calls `_begin` and `_describe`.
+    A subclass's constructor makes its endpoints (Sender, Receiver), then calls `_begin` and
+    `_describe`.
     """
 
     role: pb.Role
@@ -88,7 +90,7 @@ class WorkerRuntime(ABC):
     # called by a subclass's constructor
 
     def _make_transports(self, data_bind: str = DATA_BIND) -> list[KvTransport]:
-        """Return the transports that the options allow, best first."""
+        """Return the KV transports that the options allow, the preferred one first."""
         options = TransportOptions(
             data_bind,
             self._shm_folder,
@@ -98,7 +100,7 @@ class WorkerRuntime(ABC):
         return make_transports(self._settings.kv_transport, options)
 
     def _usable_transports(self, data_bind: str = DATA_BIND) -> list[KvTransport]:
-        """Return the transports by which this process can send."""
+        """Return the KV transports by which this process can send, the preferred one first."""
         return usable(self._make_transports(data_bind), self._transport_is_chosen)
 
     def _make_sender(
@@ -119,20 +121,21 @@ class WorkerRuntime(ABC):
         )
 
     def _liveness(self) -> int:
-        """Return the engine thread's counter, which peers of hand-offs receive. It moves even if
-        the engine has nothing to compute, because the ticker wakes the thread while hand-offs are
-        live."""
+        """Return the engine thread's counter, from which the peers of hand-offs see that this
+        process is alive. It moves even if the engine has nothing to compute, because a ticker wakes
+        the thread during hand-offs."""
         return self.thread.liveness
 
     def _begin(self, poll: Callable[[], bool]) -> None:
-        """Start the endpoints. The engine thread calls `poll` each turn; True: more to do at
-        once."""
+        """Start the endpoints of hand-offs. The engine thread calls `poll` in each turn; if it
+        returns True, there is more to do and it is called again at once."""
         self.thread.add_poll(poll)
         for endpoint in self._endpoints:
             endpoint.start()
 
     def _describe(self, card: CardData, transports: Sequence[str], data_address: str = "") -> None:
-        """Set what the process reports about itself: registration (`hello`), blobs and figures."""
+        """Set what the process reports about itself: the registration with routers (`hello`), the
+        model's `blobs`, and the `figures` of its ready report."""
         engine = self.engine
         message, self.blobs = model_card(card, engine.kv_identity, engine.kv.spec)
         self.hello = pb.WorkerHello(
@@ -155,12 +158,12 @@ class WorkerRuntime(ABC):
     # any thread
 
     def take_changed(self) -> bool:
-        """Return whether the load may have changed since the last call."""
+        """Return whether the worker's load may have changed since the last call of this method."""
         changed, self._changed = self._changed, False
         return changed
 
     def close(self) -> None:
-        """End every hand-off and the engine thread."""
+        """End the engine thread and all hand-offs."""
         self.thread.close()
         for endpoint in self._endpoints:
             endpoint.close()
@@ -170,7 +173,8 @@ class WorkerRuntime(ABC):
     # the engine thread
 
     def snapshot(self) -> Snapshot:
-        """Return the present load, and the changes of the prefix cache since the last snapshot."""
+        """Return the worker's present load, and the block hashes added to and removed from the
+        prefix cache since the last snapshot. Call on the engine thread."""
         load = self._load(self.engine.stats())
         load.accounting_errors = self._audit.look(self.engine.discrepancy())
         load.last_command = self._last_command
@@ -178,22 +182,23 @@ class WorkerRuntime(ABC):
         return load, added, removed
 
     def _note_command(self, attempt: bytes) -> None:
-        """Record that load reports from now on include the work of this command."""
+        """Record that load reports from now on include the work that this attempt's command has
+        added."""
         self._last_command = attempt
         self._changed = True
 
     @property
     @abstractmethod
     def _endpoints(self) -> Sequence[Sender | Receiver]:
-        """Its ends of hand-offs, in the order in which they start and close."""
+        """The worker's ends of KV hand-offs, in the order in which they are started and closed."""
 
     @abstractmethod
     def _load(self, stats: EngineStats) -> pb.Load:
-        """Return the load without accounting errors and last command."""
+        """Return the load report; `snapshot` adds its fields accounting_errors and last_command."""
 
     @abstractmethod
     def _on_step(self, step: Step) -> None:
-        """Called when the engine has planned or computed a step."""
+        """Handle a step that the engine has planned or computed."""
 
 
 def load_of(
@@ -202,8 +207,9 @@ def load_of(
     refusals: Mapping[str, int],
     stale: int,
 ) -> pb.Load:
-    """Convert an engine's figures to a load report. `figures` and `refusals` (of connections) are
-    by transport; `stale` counts messages of ended attempts."""
+    """Convert an engine's statistics to a load report. `figures` and `refusals` (refused
+    connections) are by the transport's name; `stale` is the number of messages about ended
+    attempts."""
     blocks = stats.blocks
     empty = TransportFigures()
     transports = []
@@ -243,10 +249,11 @@ def load_of(
 
 
 def shm_folder(configured: str) -> str:
-    """Return the folder of the unix sockets by which processes of one host share memory: the
-    configured one, or this user's own under the temporary folder.
+    """Return the folder of the unix sockets by which processes of one host set up shared memory:
+    the configured folder, or else this user's own folder under the temporary folder.
 
-    Empty, which disables shm, if the latter belongs to another user or is open to others.
+    Returns "", which disables the transport shm, if that folder belongs to another user or is open
+    to other users.
     """
     if configured:
         return configured
@@ -261,8 +268,9 @@ def shm_folder(configured: str) -> str:
 
 
 def model_card(card: CardData, identity: KvIdentity, spec: KvSpec) -> tuple[ModelCard, list[bytes]]:
-    """Return the ModelCard of a loaded model, and the blobs that the card names by their digests.
-    `identity` and `spec` are the engine's."""
+    """Return the ModelCard that describes a loaded model, and the blobs (tokenizer, chat template,
+    generation config) that it names by their digests. `identity` and `spec` describe the engine's
+    KV."""
     template = card.chat_template.encode()
     config = card.generation_config
     generation = json.dumps(config, sort_keys=True).encode() if config else b""

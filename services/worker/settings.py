@@ -12,7 +12,8 @@ ENGINE_CLOSE_S = 10.0  # for the engine's thread to end, and the hand-offs
 
 @dataclass(frozen=True)
 class WorkerSettings(BackendSettings):
-    """Where a worker listens, which routers it joins, and how it moves KV."""
+    """Options that prefill and decode workers have in common: addresses, routers to join, KV
+    transport."""
 
     bind: str = option("127.0.0.1:0", "host:port of the gRPC server; port 0: any free port")
     advertise: str = option(
@@ -60,12 +61,12 @@ class WorkerSettings(BackendSettings):
 
 @dataclass(frozen=True)
 class PrefillSettings(WorkerSettings):
-    """Where a prefill worker listens, which routers it joins, and how its KV moves."""
+    """Options of a prefill worker: addresses, routers to join, and how it sends KV."""
 
 
 @dataclass(frozen=True)
 class DecodeSettings(WorkerSettings):
-    """Where a decode worker listens, which routers it joins, and how KV reaches it."""
+    """Options of a decode worker: addresses, routers to join, and how it receives KV."""
 
     data_bind: str = option("127.0.0.1:0", "host:port on which the worker receives KV hand-offs")
     data_advertise: str = option(

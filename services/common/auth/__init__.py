@@ -1,1 +1,1 @@
-"""How processes of a cluster authenticate: certificates or a shared secret."""
+"""Authentication between the processes of a cluster, by certificates or by a shared secret."""

@@ -1,9 +1,9 @@
-"""Authenticates the processes of a cluster to each other, by a shared secret or by certificates.
+"""Authentication between the processes of a cluster, by a shared secret or by certificates.
 
-The secret is sent in plain text, so it stays on one machine unless an option allows otherwise. With
-certificates every internal connection is mutual TLS, and a certificate holds the role of its
-process. Certificate files are read again for every connection, so that new ones take effect without
-a restart.
+The secret is sent in plain text, so it stays on one machine unless --trust-network allows
+otherwise. With certificates every connection between processes is mutual TLS, and the certificate
+of a process names its role. Certificate files are read again for every connection, so that new
+files take effect without a restart.
 """
 
 import hmac
@@ -32,11 +32,13 @@ REPLACING_S = 0.05  # wait before gRPC frees files that a connection may be abou
 
 
 class TlsFiles:
-    """A certificate and its key: paths of PEM files, or PEM text."""
+    """A certificate, its private key and, optionally, the authority that must have signed the
+    peers' certificates. Each is the path of a PEM file, or PEM text."""
 
     def __init__(self, certificate: str, key: str, authority: str = "") -> None:
-        """`authority` signs the peers' certificates. Raises OSError if a file cannot be read,
-        ValueError if the key does not match the certificate."""
+        """Read and check the files. `authority` must have signed the peers' certificates; empty:
+        peers need none. Raises OSError if a file cannot be read, ValueError if the key does not
+        match the certificate."""
         self._certificate, self._key, self._authority = certificate, key, authority
         key_pem, certificate_pem = self.pair()
         try:
@@ -46,28 +48,33 @@ class TlsFiles:
         self.authority()
 
     def _with_file_name(self, error: ValueError) -> str:
-        """The error's text, prefixed with the certificate's file if it is one."""
+        """Return the error's text, prefixed with the path of the certificate file, if the
+        certificate was configured as a path."""
         return f"{error}" if self._certificate.startswith(PEM) else f"{self._certificate}: {error}"
 
     def pair(self) -> tuple[bytes, bytes]:
-        """(key, certificate), as gRPC takes them. Raises OSError if one cannot be read."""
+        """Read the key and the certificate; return them in this order, as PEM, as gRPC takes them.
+        Raises OSError if one cannot be read."""
         return read_pem(self._key), read_pem(self._certificate)
 
     def authority(self) -> bytes | None:
-        """The authority's PEM; None if it is not set. Raises OSError if it cannot be read."""
+        """Read the certificate authority; return it as PEM, or None if it is not configured. Raises
+        OSError if it cannot be read."""
         return read_pem(self._authority) if self._authority else None
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Credentials of one port of a server. With an authority, clients must show a certificate
-        too. Raises OSError if a file cannot be read.
+        """Make a server's credentials for one port, which follow changes of the files. If an
+        authority is configured, clients must show a certificate too. Raises OSError if a file
+        cannot be read.
 
-        gRPC requests new files at each connection, one request at a time, and frees the old files
-        if it gets new ones. Another thread's connection that made its request just before may still
-        be about to use the old ones, and then the process crashes
-        (https://github.com/grpc/grpc/issues/36693). So gRPC gets new files only if they differ, and
-        after a pause in which that connection takes the old ones; other work of the calling thread
-        waits meanwhile. A key that does not match the certificate is not used: the other of the two
-        files is about to be replaced.
+        gRPC asks for changed files at each new connection, for one connection at a time, and frees
+        the old files if it receives new ones. A connection of another thread that asked just before
+        may still be about to use the old files, and then the process crashes
+        (https://github.com/grpc/grpc/issues/36693). So gRPC receives files only if they differ from
+        the current ones, and after a pause in which that other connection takes the old files; the
+        calling thread does no other work during the pause. A key that does not match its
+        certificate is not used: one of the two files has been replaced, and the other is about to
+        be.
         """
         current = refused_files = self.pair(), self.authority()
 
@@ -100,35 +107,39 @@ class TlsFiles:
 def configuration(
     pair: tuple[bytes, bytes], authority: bytes | None
 ) -> grpc.ServerCertificateConfiguration:
-    """The certificate that a server shows, and the authority of its clients' certificates."""
+    """Make gRPC's TLS configuration of a server from its (key, certificate) and from the authority
+    that must have signed its clients' certificates."""
     return grpc.ssl_server_certificate_configuration([pair], authority)
 
 
 def read_pem(source: str) -> bytes:
-    """The PEM of a path, or of PEM text itself. Raises OSError if the file cannot be read."""
+    """Return the content of a PEM file; if `source` is PEM text instead of a path, return that
+    text. Raises OSError if the file cannot be read."""
     return source.encode() if source.startswith(PEM) else Path(source).read_bytes()
 
 
 class TlsAccess:
-    """Shows a certificate, and requires one of the same authority from each peer."""
+    """Access by certificates: shows this process's certificate to each peer, and requires that the
+    peer shows one that the same authority has signed."""
 
     metadata: tuple[tuple[str, str], ...] = ()
     separates_clients = True  # callers from outside the cluster use a separate port
 
     def __init__(self, authority: str, certificate: str, key: str) -> None:
-        """Each argument is the path of a PEM file, or PEM text. Raises ValueError if one is missing
-        or the key does not match the certificate, OSError if one cannot be read."""
+        """Each argument is the path of a PEM file, or PEM text. Raises ValueError if an argument is
+        empty or the key does not match the certificate, OSError if a file cannot be read."""
         if not (authority and certificate and key):
             raise ValueError("--cluster-ca, --cluster-cert and --cluster-key must be set together")
         self._files = TlsFiles(certificate, key, authority)
 
     def open_channel(self, address: str, to: Role) -> grpc.aio.Channel:
-        """A channel to a process of role `to` at host:port; connects at the first call. Close it to
-        free its socket. Raises OSError if a file cannot be read."""
+        """Open a gRPC channel to the process of role `to` at `address` (host:port); it connects at
+        the first call. The caller must close it. Raises OSError if a certificate file cannot be
+        read."""
         return grpc.aio.secure_channel(address, self._credentials(), options=_options(to))
 
     def open_blocking_channel(self, address: str, to: Role) -> grpc.Channel:
-        """Like `open_channel`, for threads."""
+        """Like `open_channel`, but returns a blocking channel for use on threads."""
         return grpc.secure_channel(address, self._credentials(), options=_options(to))
 
     def _credentials(self) -> grpc.ChannelCredentials:
@@ -136,37 +147,41 @@ class TlsAccess:
         return grpc.ssl_channel_credentials(self._files.authority(), key, certificate)
 
     def role(self) -> Role:
-        """The role in this process's certificate. Raises OSError if it cannot be read, ValueError
-        if it names no role."""
+        """Return the role in this process's certificate. Raises OSError if the certificate cannot
+        be read, ValueError if it names no role."""
         return role_in(self._files.pair()[1])
 
     def listen(self, server: grpc.aio.Server, bind: str) -> int:
-        """Add the cluster's port; return its number. Raises RuntimeError if it is taken."""
+        """Add a port to the server for calls between the cluster's processes; return its number.
+        Raises RuntimeError if the port is taken."""
         return server.add_secure_port(bind, self._files.server_credentials())
 
     def interceptor(self, open_methods: Collection[str]) -> grpc.aio.ServerInterceptor:
-        """An interceptor that refuses calls of roles without the right to a method, except to
-        `open_methods`."""
+        """Make a server interceptor that refuses a call if the caller's role may not call its
+        method; methods in `open_methods` are not checked."""
         return RoleInterceptor(open_methods)
 
     def may_be(self, context: Context, role: Role) -> bool:
-        """Whether the caller's certificate has this role."""
+        """Return whether the caller's certificate names this role."""
         return role in roles_of(context)
 
 
 def _options(to: Role) -> list[tuple[str, Any]]:
-    """Channel options that require the role's name in the peer's certificate, at any address."""
+    """Return channel options that require that the peer's certificate names the role `to`, whatever
+    the peer's address is."""
     return [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", to.dns_name)]
 
 
 def roles_of(context: Context) -> set[Role]:
-    """The roles in a caller's certificate; empty without one."""
+    """Return the roles that the certificate of a call's sender names; empty if it sent no
+    certificate."""
     names = context.auth_context().get("x509_subject_alternative_name", ())
     return {role for role in Role if role.dns_name.encode() in names}
 
 
 class RoleInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls of roles without the right to a method, with PERMISSION_DENIED."""
+    """A server interceptor that refuses a call with PERMISSION_DENIED if the caller's role may not
+    call its method."""
 
     def __init__(self, open_methods: Collection[str]) -> None:
         self._open = frozenset(open_methods)
@@ -185,7 +200,7 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _only_for(allowed: frozenset[Role], method: str) -> Guard:
-    """A guard that refuses callers of other roles."""
+    """Make a guard that refuses calls of `method` by processes whose role is not in `allowed`."""
 
     @asynccontextmanager
     async def guard(request: Any, context: Context) -> AsyncIterator[Any]:
@@ -200,46 +215,54 @@ def _only_for(allowed: frozenset[Role], method: str) -> Guard:
 
 
 class SecretAccess:
-    """Shows the first of several secrets and accepts all, so that one can be replaced without an
-    outage."""
+    """Access by shared secrets: sends the first of the configured secrets and accepts any of them,
+    so that a secret can be replaced without an outage."""
 
     separates_clients = False  # callers from outside the cluster use the same port
 
     def __init__(self, secrets: Sequence[str], trust_network: bool = False) -> None:
-        """With `trust_network`, secrets may leave this machine. Raises ValueError if there is no
-        secret or one could be guessed."""
+        """With `trust_network`, secrets may be sent to other machines. Raises ValueError if there
+        is no secret, or if one is so short that it could be guessed."""
         if not secrets:
-            raise ValueError("no cluster secret is set")
+            raise ValueError("no cluster secret is set: set --cluster-secret")
         if any(len(secret.encode()) < MIN_SECRET_BYTES for secret in secrets):
-            raise ValueError(f"--cluster-secret needs at least {MIN_SECRET_BYTES} bytes")
+            raise ValueError(
+                f"--cluster-secret must have at least {MIN_SECRET_BYTES} bytes: a shorter secret "
+                "could be guessed"
+            )
         self._secrets = tuple(secrets)
         self._trust_network = trust_network
         self.metadata = ((AUTHORIZATION, f"Bearer {secrets[0]}"),)
 
     def open_channel(self, address: str, to: Role) -> grpc.aio.Channel:
-        """A channel to host:port; connects at the first call. Close it to free its socket. Raises
-        PermissionError if the address is not on this machine."""
+        """Open a gRPC channel to `address` (host:port); it connects at the first call. The caller
+        must close it. Raises PermissionError if the address is on another machine and
+        `trust_network` is off."""
         self._check(address)
         inner = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         return SecretChannel(inner, self.metadata)
 
     def open_blocking_channel(self, address: str, to: Role) -> grpc.Channel:
-        """Like `open_channel`, for threads; the caller adds `metadata` to each call."""
+        """Like `open_channel`, but returns a blocking channel for use on threads. The channel does
+        not send the secret: the caller must pass `metadata` with each call."""
         self._check(address)
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
 
     def listen(self, server: grpc.aio.Server, bind: str) -> int:
-        """Add the cluster's port; return its number. Raises RuntimeError if it is taken,
-        PermissionError if other machines can reach it."""
+        """Add a port to the server for calls between the cluster's processes; return its number.
+        Raises RuntimeError if the port is taken, PermissionError if other machines can reach it and
+        `trust_network` is off."""
         self._check(bind)
         return server.add_insecure_port(bind)
 
     def interceptor(self, open_methods: Collection[str]) -> grpc.aio.ServerInterceptor:
-        """An interceptor that refuses calls without the secret, except to `open_methods`."""
+        """Make a server interceptor that refuses calls without a valid secret; methods in
+        `open_methods` are not checked."""
         return SecretInterceptor(self, open_methods)
 
     def has_secret(self, metadata: Metadata) -> bool:
-        """Whether call metadata carries one of the secrets; compares all in constant time."""
+        """Return whether the metadata of a call contains one of the secrets. The time that the
+        comparison takes does not depend on the secrets' content."""
         header = b""
         for key, value in metadata:
             if key == AUTHORIZATION:
@@ -248,7 +271,8 @@ class SecretAccess:
         return any(matches)
 
     def may_be(self, context: Context, role: Role) -> bool:
-        """Whether the caller may have this role; one secret serves all roles."""
+        """Return whether the caller may act in this role: true for each role if it sent a valid
+        secret."""
         return self.has_secret(context.invocation_metadata() or ())
 
     def _check(self, address: str) -> None:
@@ -260,8 +284,8 @@ class SecretAccess:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address can only be on this machine. `localhost` is the only name that counts: any
-    other may resolve to another machine next time."""
+    """Return whether an address is certainly on this machine. `localhost` is the only host name for
+    which this holds, because any other name may resolve to another machine next time."""
     host = address.rpartition(":")[0]
     if address.startswith("unix:") or host == "localhost":
         return True
@@ -277,7 +301,8 @@ async def _deny(_: Any, context: Context) -> None:
 
 
 class SecretInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses a call with UNAUTHENTICATED before a byte of the request is read."""
+    """A server interceptor that refuses a call without a valid secret with UNAUTHENTICATED, before
+    its request is read."""
 
     def __init__(self, access: SecretAccess, open_methods: Collection[str]) -> None:
         self._access = access
@@ -299,7 +324,7 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
 
 
 class SecretChannel(grpc.aio.Channel):
-    """A channel that adds the secret to each call's metadata.
+    """A gRPC channel that adds the cluster secret to the metadata of each call.
 
     Client interceptors could do this too, but they put a queue and two tasks before each stream.
     """
@@ -349,10 +374,12 @@ Access = SecretAccess | TlsAccess
 
 
 def make_access(settings: ServerSettings) -> Access:
-    """Certificates if any are set, otherwise the shared secret.
+    """Make the access that the options select: by certificates if a certificate option is set,
+    otherwise by the shared secret.
 
-    Raises ValueError if neither is set, if a secret could be guessed, if a certificate option is
-    missing or if the key does not match the certificate; OSError if a file cannot be read.
+    Raises ValueError if neither is configured, if a secret could be guessed, if one of the three
+    certificate options is missing or if the key does not match the certificate; OSError if a file
+    cannot be read.
     """
     files = settings.cluster_ca, settings.cluster_cert, settings.cluster_key
     if any(files):
@@ -366,8 +393,9 @@ def make_access(settings: ServerSettings) -> Access:
 
 
 def make_tls(certificate: str, key: str) -> TlsFiles | None:
-    """The certificate that clients see; None if none is set. Raises ValueError if only one of the
-    two is set or they do not match, OSError if one cannot be read."""
+    """Make the TlsFiles of the certificate that a server shows its clients; None if no certificate
+    and no key is set. Raises ValueError if only one of them is set or they do not match, OSError if
+    a file cannot be read."""
     if bool(certificate) != bool(key):
         raise ValueError("--tls-cert and --tls-key must be set together")
     return TlsFiles(certificate, key) if certificate else None

@@ -1,7 +1,8 @@
-"""Roles of a cluster's processes, the methods that each role may call, and a certificate for each.
+"""Roles of a cluster's processes, the methods that each role may call, and a certificate for each
+role.
 
-A certificate holds its role as a DNS name, so a client can require a role and TLS itself refuses
-any other.
+A certificate holds its role as a DNS name, so a client can require the role of a server, and TLS
+itself refuses a server of another role.
 """
 
 import datetime
@@ -28,7 +29,8 @@ class Role(StrEnum):
 
     @property
     def dns_name(self) -> str:
-        """The role's name in a certificate, with which TLS itself verifies the peer's role."""
+        """The DNS name that represents the role in a certificate; TLS verifies it like a host
+        name."""
         return f"{self}.{ROLE_DOMAIN}"
 
 
@@ -50,14 +52,14 @@ RIGHTS: dict[str, frozenset[Role]] = {
 
 
 class Identity(NamedTuple):
-    """A certificate and its key, both as PEM."""
+    """A certificate and its private key, both as PEM."""
 
     certificate: bytes
     key: bytes
 
 
 def make_authority(days: float = AUTHORITY_DAYS) -> Identity:
-    """Create an authority, whose key signs the certificates of a cluster."""
+    """Create a certificate authority, whose key signs the certificates of a cluster."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name("pdserve cluster authority")
     builder = _builder(name, name, key.public_key(), days)
@@ -67,10 +69,13 @@ def make_authority(days: float = AUTHORITY_DAYS) -> Identity:
 
 
 def issue(authority: Identity, role: Role, days: float = 365) -> Identity:
-    """Create a certificate of a role. Raises ValueError if the authority cannot be read."""
+    """Create a certificate for a role, signed by the authority and valid for `days`. Raises
+    ValueError if the authority's certificate or key cannot be used."""
     signer = serialization.load_pem_private_key(authority.key, None)
     if not isinstance(signer, ec.EllipticCurvePrivateKey):
-        raise ValueError("the authority's key is not an elliptic-curve key")
+        raise ValueError(
+            "the certificate authority's key is not an elliptic-curve key, so it cannot sign"
+        )
     issuer = x509.load_pem_x509_certificate(authority.certificate).subject
     key = ec.generate_private_key(ec.SECP256R1())
     builder = _builder(_name(f"pdserve {role}"), issuer, key.public_key(), days)
@@ -88,27 +93,32 @@ def issue(authority: Identity, role: Role, days: float = 365) -> Identity:
 
 
 def role_in(certificate: bytes) -> Role:
-    """The role in a PEM certificate. Raises ValueError if it has none."""
+    """Return the role that a PEM certificate names. Raises ValueError if it names none."""
     try:
         extensions = x509.load_pem_x509_certificate(certificate).extensions
         names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
-        raise ValueError("the certificate names no role") from None
+        raise ValueError(
+            "the certificate names no role of a pdserve process (gateway, router, prefill, decode)"
+        ) from None
     for name in names.get_values_for_type(x509.DNSName):
         for role in Role:
             if role.dns_name == name:
                 return role
-    raise ValueError("the certificate names no role")
+    raise ValueError(
+        "the certificate names no role of a pdserve process (gateway, router, prefill, decode)"
+    )
 
 
 def expiries_of(pem: bytes) -> list[float]:
-    """The expiry of each certificate in a PEM text, in Unix time. Raises ValueError if it has
-    none."""
+    """Return when each certificate in a PEM text expires, in Unix time. Raises ValueError if the
+    text contains no certificate."""
     return [c.not_valid_after_utc.timestamp() for c in x509.load_pem_x509_certificates(pem)]
 
 
 def check_pair(identity: Identity) -> None:
-    """Raises ValueError if the key does not match the certificate or one of them cannot be read."""
+    """Raise ValueError if the key does not match the certificate, or if one of them cannot be
+    read."""
     try:
         certified_key = x509.load_pem_x509_certificate(identity.certificate).public_key()
     except ValueError as error:
@@ -122,8 +132,9 @@ def check_pair(identity: Identity) -> None:
 
 
 def certificate_settings(authority: Identity, role: Role) -> dict[str, str]:
-    """Create a certificate of a role, as the fields of ServerSettings that hold it. It is never
-    renewed, so it lasts as long as its authority."""
+    """Create a certificate for a role; return it, its key and its authority as values of the
+    certificate fields of ServerSettings. It is never renewed, so it is valid as long as its
+    authority."""
     identity = issue(authority, role, AUTHORITY_DAYS)
     pem = {"cluster_ca": authority.certificate, "cluster_cert": identity.certificate}
     return {name: text.decode() for name, text in {**pem, "cluster_key": identity.key}.items()}

@@ -1,4 +1,4 @@
-"""gRPC between processes: channels, servers, bounded queues, and the encoding of tokens."""
+"""gRPC between processes: channels, servers, bounded queues, and encodings of token ids."""
 
 from pdserve.services.common.rpc.backpressure import Backpressure, SlowReaderError, deliver
 from pdserve.services.common.rpc.blobs import (

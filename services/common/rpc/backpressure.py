@@ -1,7 +1,9 @@
-"""Delivers responses to clients that read slowly or not at all, bounded in bytes and in time.
+"""Delivers responses to clients that may read slowly or not at all; limits the unread bytes and the
+time without a read.
 
-Unread items wait here. Past either bound the source is closed, which cancels the request, so the
-producer never waits for a client and buffers nothing for it.
+The items that a client has not read yet wait here. Beyond either limit the source of the items is
+closed, which cancels the request. So the producer never waits for a client, and buffers nothing for
+it.
 """
 
 import asyncio
@@ -19,15 +21,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Backpressure:
-    """Bounds of a client's unread response, in bytes and in seconds without a read; beyond them the
-    client is disconnected."""
+    """Limits for a client that does not read its response: unread bytes, and seconds without a
+    read. Beyond either one the client is disconnected."""
 
     max_buffer_bytes: int = 1 << 20
     stall_s: float = 30.0
 
 
 class SlowReaderError(ServiceError):
-    """The client reads too slowly; the rest of its response is dropped."""
+    """Raised when a client reads its response too slowly; the rest of the response is dropped."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(CANCELLED, reason)
@@ -47,15 +49,16 @@ async def deliver(
     parts: Callable[[T], Iterable[Any]] | None = None,
     interruptible: bool = False,
 ) -> None:
-    """Write all that the source yields; close the source in any case.
+    """Write all items of `source` to a client, within `limits`; close the source in any case.
 
-    `size` is the bytes of an item, by default of a protobuf message. With `join`, all unread items
-    go out in one write. An `interruptible` write is cancelled at a bound, and may be several
-    writes, one for each of an item's `parts`. gRPC's writes are not interruptible: gRPC can end a
-    call only after it has sent the current message, so that message and the call stay until the
-    client reads, leaves or is found dead.
+    `size` returns the bytes of an item; by default an item is a protobuf message. With `join`, all
+    unread items are joined and written at once. An `interruptible` write is cancelled when a limit
+    is exceeded, and an item may then be written as several `parts`, one write each. gRPC's writes
+    are not interruptible: gRPC can end a call only after it has sent the current message, so that
+    message and the call stay until the client reads, disconnects or is found dead.
 
-    Raises SlowReaderError, and what the source raises after everything before it is written.
+    Raises SlowReaderError beyond a limit. An error of the source is raised after all items before
+    it are written.
     """
     unread = _Unread(size, limits.max_buffer_bytes)
     filling = asyncio.create_task(unread.fill(source))
@@ -92,12 +95,13 @@ async def deliver(
 
 
 def stalled(limits: Backpressure) -> str:
-    """The error text for a client that has read nothing for `stall_s`."""
+    """Return the error text for a client that has read nothing for `limits.stall_s`."""
     return f"the client has read nothing of the response for {limits.stall_s:g} s"
 
 
 class _Unread(Generic[T]):
-    """Items that the source has produced and the client has not taken yet."""
+    """The queue of items that the source has produced and that are not yet being written to the
+    client."""
 
     def __init__(self, size: Callable[[T], int], max_bytes: int) -> None:
         self.error: Exception | None = None  # how the response ends; None: in order
@@ -110,7 +114,8 @@ class _Unread(Generic[T]):
         self._ended = False  # the source yields nothing more
 
     async def fill(self, source: AsyncGenerator[T, None]) -> None:
-        """Read the source until it ends, or give up when too many bytes are unread."""
+        """Move the source's items into the queue until it ends, or give up when more than
+        `max_bytes` are unread."""
         try:
             async with aclosing(source):
                 async for item in source:
@@ -133,19 +138,21 @@ class _Unread(Generic[T]):
             self._more.set()
 
     def give_up(self, reason: str) -> None:
-        """Drop all unread items."""
+        """Drop all unread items, and let the response end with a SlowReaderError."""
         self.error = SlowReaderError(reason)
         self._items.clear()
 
     async def wait(self) -> bool:
-        """Wait for an item to write; return False at the end."""
+        """Wait until there is an item to write; return False if the source has ended and all items
+        are taken."""
         while not self._items and not self._ended:
             self._more.clear()
             await self._more.wait()
         return bool(self._items)
 
     def take(self, join: Callable[[list[T]], T] | None) -> T:
-        """Remove and return the next item to write."""
+        """Remove and return the next item to write; with `join`, all unread items joined into
+        one."""
         if join is None:
             item = self._items.popleft()
             self._num_bytes -= self._size(item)

@@ -1,4 +1,5 @@
-"""Blobs (tokenizer, chat template, generation config) by their SHA-256: cache, service, client.
+"""Blobs, the files of a model (tokenizer, chat template, generation config), named by their
+SHA-256: a cache, a gRPC service that serves them, and its client.
 
 Invariant: a blob whose SHA-256 is not its name is never kept, served or returned.
 """
@@ -25,13 +26,13 @@ Fetch = Callable[[str], Awaitable[bytes | None]]
 
 
 def blob_digest(data: bytes) -> str:
-    """Return a blob's name: its SHA-256 in hex, or empty for empty data."""
+    """Return the digest by which a blob is named: its SHA-256 in hex; empty for empty data."""
     return hashlib.sha256(data).hexdigest() if data else ""
 
 
 class BlobCache:
-    """Keeps the most recently used blobs, at most `max_bytes` of them; a single one may exceed
-    that."""
+    """Keeps the most recently used blobs, at most `max_bytes` in total. A single blob may be larger
+    than that; it is then the only one."""
 
     def __init__(self, max_bytes: float = float("inf")) -> None:
         self._max_bytes = max_bytes
@@ -41,7 +42,7 @@ class BlobCache:
         self._fetching: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def add(self, data: bytes) -> None:
-        """Keep a blob under its digest; empty data is ignored."""
+        """Keep a blob under its digest; ignore empty data."""
         digest = blob_digest(data)
         if not data or digest in self._blobs:
             return
@@ -51,9 +52,12 @@ class BlobCache:
             self._num_bytes -= len(self._blobs.popitem(last=False)[1])
 
     async def get(self, digest: str, fetch: Fetch | None = None) -> bytes | None:
-        """Return the blob. A missing one is fetched, by one call at a time for each digest.
+        """Return the blob with this digest. If it is not in the cache, await `fetch` and keep the
+        result; calls for the same digest fetch one after the other, so that the later ones find it
+        in the cache.
 
-        Returns None if it is missing and `fetch` finds none. Raises what `fetch` raises.
+        Returns None if the blob is not in the cache and cannot be fetched. Raises what `fetch`
+        raises.
         """
         if digest not in self._blobs and fetch is not None:
             lock = self._fetching.setdefault(digest, asyncio.Lock())
@@ -67,7 +71,8 @@ class BlobCache:
 
 
 class BlobsServicer(common_pb2_grpc.BlobsServicer):
-    """Serves Blobs.GetBlob; `find` returns the blob of a digest, or None."""
+    """The gRPC service Blobs, whose method GetBlob streams a blob. `find` returns the blob of a
+    digest, or None."""
 
     def __init__(self, find: Fetch) -> None:
         self._find = find
@@ -84,8 +89,8 @@ class BlobsServicer(common_pb2_grpc.BlobsServicer):
 
 
 async def read_blob(channel: grpc.aio.Channel, digest: str) -> bytes:
-    """The blob of that digest from a peer's BlobsServicer. Raises ServiceError UNAVAILABLE if the
-    peer does not return it, or returns other bytes."""
+    """Read the blob of a digest from a peer's BlobsServicer. Raises ServiceError UNAVAILABLE if the
+    peer does not return it, or returns data with another digest."""
     data = bytearray()
     try:
         with may_be_closed():
@@ -96,9 +101,18 @@ async def read_blob(channel: grpc.aio.Channel, digest: str) -> bytes:
                 data += chunk.data
                 if len(data) > MAX_BLOB_BYTES:
                     call.cancel()
-                    raise ServiceError(pb.UNAVAILABLE, "a file of the model is too large")
+                    raise ServiceError(
+                        pb.UNAVAILABLE,
+                        "a model file (tokenizer, template or config) is too large: more than "
+                        f"{MAX_BLOB_BYTES >> 20} MiB",
+                    )
     except (grpc.aio.AioRpcError, ConnectionError) as error:
-        raise ServiceError(pb.UNAVAILABLE, "the model's files cannot be read") from error
+        raise ServiceError(
+            pb.UNAVAILABLE, "the model's tokenizer files cannot be read from the other process"
+        ) from error
     if blob_digest(bytes(data)) != digest:
-        raise ServiceError(pb.UNAVAILABLE, "a file of the model does not match its digest")
+        raise ServiceError(
+            pb.UNAVAILABLE,
+            "a model file (tokenizer, template or config) does not match its digest",
+        )
     return bytes(data)

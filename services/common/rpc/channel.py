@@ -1,7 +1,8 @@
-"""Connections between processes: options, addresses, protocol version, and long lists of ids.
+"""gRPC connections between processes: their options, advertised addresses, protocol versions, and
+the sending of long lists of token ids.
 
-A release talks to the one before it, and so to the one after it (docs/upgrades.md). Long id lists
-are sent in parts, so that no message exceeds 256 KiB.
+A release can talk to the release before it and to the one after it (docs/upgrades.md). Long lists
+of ids are sent in parts, so that no message exceeds 256 KiB.
 """
 
 import asyncio
@@ -56,22 +57,28 @@ IDS_PER_MESSAGE = 32_768  # a varint of a uint32 has at most 5 bytes: 160 KiB
 
 @contextmanager
 def may_be_closed() -> Iterator[None]:
-    """A context for calls on a channel that another task closes when its peer is lost. Raises
-    ConnectionError then; gRPC itself would raise CancelledError in the waiting task."""
+    """A context for gRPC calls on a channel that another task may close, because the peer is lost.
+    Raises ConnectionError if the channel is closed; gRPC itself would raise CancelledError in the
+    calling task."""
     try:
         yield
     except grpc.aio.UsageError as error:  # closed before the call
-        raise ConnectionError("the connection to the other process is closed") from error
+        raise ConnectionError(
+            "the connection to the other process was closed before the call"
+        ) from error
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise ConnectionError("the connection to the other process was closed") from None
+        raise ConnectionError(
+            "the connection to the other process was closed during the call"
+        ) from None
 
 
 def advertised(bound: str, advertise: str = "") -> str:
-    """host:port for other processes. `advertise` may omit the port, or give 0, for the bound one;
-    if it is empty and the bind is a wildcard, the host is this machine's address."""
+    """Return the host:port at which other processes reach a server that listens at `bound`. This is
+    `advertise` if it is set; if its port is missing or 0, the bound port replaces it. Otherwise it
+    is `bound`, with this machine's address in place of a wildcard host such as 0.0.0.0."""
     host, _, port = bound.rpartition(":")
     if advertise:
         advertised_host, colon, advertised_port = advertise.rpartition(":")
@@ -95,8 +102,8 @@ def _machine_address() -> str:
 
 
 def incompatibility(peer_version: int, process: str, peer: str) -> str:
-    """Return why a process cannot exchange messages with a peer of that protocol version; empty if
-    it can."""
+    """Return why a process of this release cannot exchange messages with a peer of that protocol
+    version; empty if it can. `process` and `peer` are the names of the two in the text."""
     own_version = PROTOCOL_VERSION
     if abs(peer_version - own_version) <= 1:
         return ""
@@ -110,29 +117,32 @@ def incompatibility(peer_version: int, process: str, peer: str) -> str:
 
 
 def check_version(peer_version: int, process: str, peer: str) -> None:
-    """Check a peer's protocol version. Raises ServiceError(INCOMPATIBLE_VERSION) if the peer is too
-    old or too new."""
+    """Raise ServiceError INCOMPATIBLE_VERSION if the peer's protocol version is too old or too new
+    for this process."""
     if text := incompatibility(peer_version, process, peer):
         raise ServiceError(INCOMPATIBLE_VERSION, text, "protocol")
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether a call failed because one end's protocol version is too old for the other."""
+    """Return whether a call failed because the protocol version of the caller or of the server is
+    too old for the other."""
     if isinstance(error, grpc.RpcError):
         error = ServiceError.from_rpc(error)
     return isinstance(error, ServiceError) and error.code == INCOMPATIBLE_VERSION
 
 
 class VersionGate:
-    """Checks the protocol versions of a server's peers. A refused peer retries for as long as it
-    lives; its refusal is logged once, unless MAX_LOGGED_PEERS others were refused meanwhile."""
+    """Checks the protocol version of each peer that connects to a server. A refused peer keeps
+    retrying, so its refusal is logged only once, unless more than MAX_LOGGED_PEERS other peers were
+    refused in between."""
 
     def __init__(self, process: str) -> None:
         self._process = process
         self._logged_peers: dict[str, None] = {}  # the most recently refused last
 
     def check(self, peer_version: int, peer: str) -> None:
-        """Raises ServiceError(INCOMPATIBLE_VERSION) if the peer is too old or too new."""
+        """Raise ServiceError INCOMPATIBLE_VERSION, and log it, if the peer's protocol version is
+        too old or too new."""
         try:
             check_version(peer_version, self._process, peer)
         except ServiceError as error:
@@ -147,14 +157,15 @@ class VersionGate:
 
 
 def host_of(peer: str) -> str:
-    """The host of a gRPC call's peer; its port differs with every connection."""
+    """Return the host in gRPC's name of a call's peer, without the port, which differs with every
+    connection."""
     kind, _, rest = peer.partition(":")
     return unquote(rest.rpartition(":")[0]) if kind in ("ipv4", "ipv6") else peer
 
 
 def send_ids(key: str, ids: Sequence[int]) -> tuple[list[pb.IdsPart], Sequence[int]]:
-    """Split token ids for a message. Returns the parts to send ahead, in order, and the ids that go
-    into the message itself."""
+    """Split a list of token ids that may be too long for one message. Returns the IdsParts to send
+    before the message, in order, and the remaining ids, which go into the message itself."""
     split_at = max(0, len(ids) - 1) // IDS_PER_MESSAGE * IDS_PER_MESSAGE
     parts = [
         pb.IdsPart(key=key, ids=ids[start : start + IDS_PER_MESSAGE])
@@ -164,10 +175,12 @@ def send_ids(key: str, ids: Sequence[int]) -> tuple[list[pb.IdsPart], Sequence[i
 
 
 class IdsCollector:
-    """Token ids that were sent in parts ahead of their message; one collector per stream.
+    """Collects token ids that a peer sends in parts before the message that they belong to. Each
+    stream of messages has one collector.
 
-    A list that exceeds the bounds is never returned in part: `take` refuses it. With too many lists
-    at once, refused keys cannot be remembered either, so every later `take` is refused.
+    The total ids and the number of lists are limited. A list beyond the limit of ids is never
+    returned incomplete: `take` raises for it. Beyond the limit of lists, refused keys cannot be
+    remembered either, so every later `take` raises.
     """
 
     def __init__(self, max_ids: int = 4 << 20, max_keys: int = 1024) -> None:
@@ -178,45 +191,50 @@ class IdsCollector:
         self._parts: dict[str, list[int] | None] = {}  # None: refused
 
     def add(self, part: pb.IdsPart) -> None:
-        """Keep a part. Raises ServiceError(OVERLOADED) if the bounds are exceeded, and from then on
-        for its key until that is taken or dropped."""
+        """Keep a part of a list. Raises ServiceError OVERLOADED if a limit is exceeded, and from
+        then on for every part with its key, until the key is taken or dropped."""
         if part.key not in self._parts and len(self._parts) >= self._max_keys:
             self._flooded = True
-            raise ServiceError(pb.OVERLOADED, "too many long prompts are being received at once")
+            raise ServiceError(
+                pb.OVERLOADED,
+                f"more than {self._max_keys} long prompts are being received at once; retry later",
+            )
         ids = self._parts.setdefault(part.key, [])
         if ids is None or self._num_ids + len(part.ids) > self._max_ids or not part.ids:
             self.drop(part.key)
             self._parts[part.key] = None
             raise ServiceError(
                 pb.OVERLOADED,
-                "the long prompts being received at once have too many tokens in total",
+                f"the long prompts being received at once have more than {self._max_ids} tokens in "
+                "total; retry later",
             )
         ids.extend(part.ids)
         self._num_ids += len(part.ids)
 
     def collect(self, part: pb.IdsPart) -> None:
-        """Keep a part of a message that is still to come; if it exceeds the bounds, `take`
-        raises."""
+        """Keep a part of a list. If a limit is exceeded, log it instead of raising; `take` will
+        raise for the part's key."""
         try:
             self.add(part)
         except ServiceError as error:
             log.warning("%s", error)
 
     def take(self, key: str, tail: Sequence[int]) -> list[int]:
-        """Return all ids of `key`, the parts' first and then the message's (`tail`), and forget the
-        parts.
+        """Return the whole list of ids with this key, the collected parts and then `tail` (the ids
+        in the message itself), and forget the parts.
 
-        Raises ServiceError(OVERLOADED) if a part was refused.
+        Raises ServiceError OVERLOADED if a part of the list was refused.
         """
         ids = self._parts.pop(key, [])
         self._num_ids -= len(ids or ())
         if ids is None or self._flooded:
             raise ServiceError(
                 pb.OVERLOADED,
-                "the long prompts being received at once have too many tokens in total",
+                f"the long prompts being received at once have more than {self._max_ids} tokens in "
+                "total; retry later",
             )
         return [*ids, *tail]
 
     def drop(self, key: str) -> None:
-        """Forget the parts of `key`."""
+        """Forget the parts that were collected for `key`."""
         self._num_ids -= len(self._parts.pop(key, None) or ())

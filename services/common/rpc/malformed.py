@@ -1,4 +1,4 @@
-"""Refuses bytes that are not a message of their method with INVALID_ARGUMENT.
+"""Makes a gRPC server answer a request that cannot be parsed with INVALID_ARGUMENT.
 
 gRPC itself would log a traceback and return the name of a Python class.
 """
@@ -23,8 +23,8 @@ _MALFORMED: Any = object()
 
 
 def guarded(handler: Any, guard: Guard, **changed: Any) -> Any:
-    """Return a copy of the RpcMethodHandler whose behaviour (an async generator or a coroutine)
-    runs within the guard. `changed`: other fields to replace."""
+    """Return a copy of a gRPC method handler that runs its behaviour (an async generator or a
+    coroutine) within the context `guard`. `changed`: other fields of the handler to replace."""
     (kind,) = (name for name in _BEHAVIOURS if getattr(handler, name) is not None)
     behaviour = getattr(handler, kind)
 
@@ -45,8 +45,8 @@ def guarded(handler: Any, guard: Guard, **changed: Any) -> Any:
 
 
 class MalformedInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps the handlers of a server so that a request that cannot be parsed gets INVALID_ARGUMENT.
-    Must be the innermost interceptor."""
+    """A server interceptor that answers a request that cannot be parsed with INVALID_ARGUMENT. Must
+    be the innermost interceptor."""
 
     def __init__(self) -> None:
         self._wrapped: dict[str, Any] = {}
@@ -67,7 +67,8 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _wrapped(handler: Any) -> Any:
-    """A copy of the RpcMethodHandler whose behaviour never sees a malformed request."""
+    """Return a copy of a gRPC method handler that refuses malformed requests before its behaviour
+    sees them."""
     deserialize = handler.request_deserializer
 
     def parse(data: bytes) -> Any:
@@ -92,7 +93,8 @@ async def _check_request(request: Any, context: Context) -> AsyncIterator[Any]:
 
 
 class _MalformedRequest(Exception):
-    """Raised from a stream of requests; ends the handler first, and then the call."""
+    """Raised to a handler that reads a stream of requests when one of them cannot be parsed. It
+    ends the handler; then the call ends with INVALID_ARGUMENT."""
 
 
 async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -104,8 +106,9 @@ async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def _check_stream(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-    """A guard for streams of requests. A handler may read in a separate task, where gRPC does not
-    let it end the call while a response is being sent."""
+    """A guard for methods that receive a stream of requests: ends the call with INVALID_ARGUMENT if
+    one cannot be parsed. The call ends only after the handler, because a handler may read in a
+    separate task, in which gRPC cannot end the call while a response is being sent."""
     try:
         yield _checked(requests)
     except _MalformedRequest:

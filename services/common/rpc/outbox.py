@@ -1,10 +1,13 @@
-"""Queues events for a slow peer, and encodes the tokens of a step as rows. Writers never block.
+"""Queues of events for a peer that may read slowly, and a compact encoding of new tokens as rows.
+Adding an event never blocks.
 
-Used on the loop's thread only. Order is kept, except that Tokens may merge into unsent Tokens of
-the same choice that they continue, and so overtake events of other choices.
+Used on the event loop's thread only. Events keep their order, except that a Tokens event may be
+merged into an unsent Tokens event of the same choice that it continues, and so overtake events of
+other choices.
 
-Token rows are three columns of one event, for any number of streams. A choice gets a number with
-its first row in a session, so a row is a number, a position and an id.
+One event can hold token rows of any number of requests, as three columns: number, position, id. The
+number refers to a choice (one of a request's responses), and is assigned with the choice's first
+row in a session.
 """
 
 import asyncio
@@ -33,7 +36,8 @@ MAX_NAMED = 256  # choices that get a number in one event: at most 90 KB
 
 
 class NumberedChoice(NamedTuple):
-    """A choice of an attempt at a request under one epoch. Token rows refer to it by a number."""
+    """One choice of one attempt at a request under one epoch, to which token rows refer by a
+    number."""
 
     request: str
     attempt: bytes
@@ -45,10 +49,10 @@ TokenRow = tuple[NumberedChoice, int, int]  # with the position and the id of it
 
 
 class RowWriter:
-    """The sender's side of token rows in one session: the numbers of choices, and the rows of the
-    next event.
+    """The sender's side of token rows in one session: assigns numbers to choices, and collects the
+    rows of the next event.
 
-    The event is full with MAX_ROWS in `pending` or MAX_NAMED in `named`.
+    The event must be taken when `pending` has MAX_ROWS or `named` has MAX_NAMED items.
     """
 
     def __init__(self) -> None:
@@ -64,15 +68,16 @@ class RowWriter:
         self.pending.append((number, position, id_))
 
     def take(self) -> TokenRows:
-        """Return the event with the rows so far, at least one, and begin an empty one."""
+        """Return an event with the rows collected so far, of which there must be at least one, and
+        begin an empty event."""
         numbers, positions, ids = zip(*self.pending, strict=True)
         rows = TokenRows(named=self.named, numbers=numbers, positions=positions, ids=ids)
         self.pending, self.named = [], []
         return rows
 
     def _number(self, choice: NumberedChoice) -> int:
-        """Assign a number, never one used before. A choice whose number is dropped gets another
-        with its next row."""
+        """Assign a new number to a choice; return it. Numbers are never reused. With MAX_NUMBERED
+        choices the oldest number is forgotten; its choice gets a new one with its next row."""
         if len(self._numbers) == MAX_NUMBERED:
             del self._numbers[next(iter(self._numbers))]
         self._last_number += 1
@@ -82,18 +87,18 @@ class RowWriter:
 
 
 class RowReader:
-    """The receiver's side of token rows in one session."""
+    """The receiver's side of token rows in one session: maps numbers back to choices."""
 
     def __init__(self) -> None:
         self._choices: dict[int, NumberedChoice] = {}
 
     def __len__(self) -> int:
-        """The count of known numbers."""
+        """Return how many numbers of choices are known."""
         return len(self._choices)
 
     def read(self, rows: TokenRows) -> Iterator[TokenRow]:
-        """Yield the rows of an event. A row with an unknown number is skipped; the receiver of
-        later tokens detects the gap."""
+        """Yield each row of an event as (choice, position, token id). A row with an unknown number
+        is skipped; the receiver detects the gap by the position of the next token."""
         for named in rows.named:
             choice = NumberedChoice(named.request, named.attempt, named.epoch, named.choice)
             self._choices[named.number] = choice
@@ -104,7 +109,8 @@ class RowReader:
             choice = self._choices.get(number)
             if choice is None:
                 log.warning(
-                    "ignoring a token of a choice that was not introduced: number %d", number
+                    "ignoring a token: number %d was not assigned to a choice in this session",
+                    number,
                 )
             else:
                 yield choice, position, id_
@@ -114,7 +120,8 @@ class RowReader:
 
 
 class Outbox(Generic[EventT]):
-    """The unsent events of one stream. `async for batch in outbox` yields lists of events."""
+    """A queue of the events that one stream has not sent yet. `async for batch in outbox` yields
+    them as lists, each of which fits into one message."""
 
     def __init__(self) -> None:
         self._events: list[EventT] = []
@@ -125,19 +132,19 @@ class Outbox(Generic[EventT]):
         return len(self._events)
 
     def put(self, event: EventT) -> None:
-        """Append an event, which the outbox then owns; dropped once closed."""
+        """Append an event, which then belongs to the outbox; if the outbox is closed, drop it."""
         if not self._closed:
             self._events.append(event)
             self._wake.set()
 
     def close(self) -> None:
-        """End the iteration after the events that were put so far."""
+        """Accept no more events; the iteration ends after those that are queued."""
         self._closed = True
         self._wake.set()
 
     def take(self) -> list[EventT]:
-        """Remove and return the oldest events that fit into one message; empty if there are
-        none."""
+        """Remove and return the oldest events, as many as fit into one message; empty if none is
+        queued."""
         size = count = 0
         for event in self._events:
             size += event.ByteSize()
@@ -159,7 +166,8 @@ class Outbox(Generic[EventT]):
 
 
 class TokensOutbox(Outbox[TokensEventT]):
-    """An Outbox that merges Tokens events. `reads_rows`: whether the receiver reads TokenRows."""
+    """An Outbox that merges new tokens into queued Tokens events, or queues them as rows.
+    `reads_rows`: whether the receiver understands TokenRows."""
 
     def __init__(self, kind: type[TokensEventT]) -> None:
         super().__init__()
@@ -173,9 +181,10 @@ class TokensOutbox(Outbox[TokensEventT]):
         return len(self._events) + bool(self._rows.pending)
 
     def put(self, event: TokensEventT) -> None:
-        """Append, or merge Tokens into unsent ones of their choice; dropped once closed.
+        """Append an event, or merge a Tokens event into a queued one of the same choice; if the
+        outbox is closed, drop it.
 
-        The outbox owns the event from here on and may change it.
+        The event then belongs to the outbox, which may change it.
         """
         if self._closed:
             return
@@ -187,8 +196,9 @@ class TokensOutbox(Outbox[TokensEventT]):
         super().put(event)
 
     def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
-        """Add a token without log-probabilities to an unfinished choice. Returns False if the
-        receiver reads no rows, so that the token must be put as an event."""
+        """Add a token without log-probabilities to an unfinished choice, as a row. Returns False
+        and does nothing if the receiver does not read rows; the caller must then put the token as
+        an event."""
         if not self.reads_rows:
             return False
         if not self._closed:
@@ -210,7 +220,8 @@ class TokensOutbox(Outbox[TokensEventT]):
         return batch
 
     def _end_rows(self) -> None:
-        """Turn the pending rows into an event, so that the next event follows them."""
+        """Queue the collected rows as an event, so that an event put afterwards is sent after
+        them."""
         if self._rows.pending:
             self._events.append(self._kind(rows=self._rows.take()))
 
@@ -235,7 +246,7 @@ class TokensOutbox(Outbox[TokensEventT]):
         return True
 
     def _forget(self, batch: list[TokensEventT]) -> None:
-        """Prevent merges into events that have been taken."""
+        """Prevent that later tokens are merged into these events, which have left the queue."""
         for event in batch:
             key = (event.tokens.attempt, event.tokens.choice)
             if self._last_tokens.get(key) is event:

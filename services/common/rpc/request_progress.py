@@ -1,7 +1,8 @@
-"""Tracks the Start and the output of one request, so that it can be issued again; pure.
+"""Tracks one request's Start message and the output generated so far, so that another worker can
+continue the request. Pure.
 
-Only ids that continue a choice are taken, so a repeated or overlapping message changes nothing. The
-router keeps one for each request that it runs.
+Token ids are accepted only if they continue a choice, so a repeated or overlapping message adds
+nothing twice. The router keeps a RequestProgress for each request that it runs.
 """
 
 from array import array
@@ -13,14 +14,16 @@ from pdserve.services.common.errors import ServiceError
 
 
 class LostTokens(Exception):
-    """Raised for ids or log-probabilities that leave a gap: earlier ones never arrived."""
+    """Raised if a message's token ids or log-probabilities do not follow the ones received so far:
+    earlier ones were lost."""
 
 
 class RequestProgress:
-    """The Start of a request and the ids of each of its choices.
+    """A request's Start message and the token ids that each of its choices has generated.
 
-    Can make a Start for any worker at any time. The constructor keeps and changes the Start that it
-    receives, and raises ServiceError(INVALID_ARGUMENT) if no worker could take it.
+    Can make a Start at any time, with which any worker continues the request. The constructor takes
+    over and changes the Start that it receives. It raises ServiceError INVALID_ARGUMENT if every
+    worker would refuse the request.
     """
 
     def __init__(self, start: pb.Start, prompt_ids: Sequence[int]) -> None:
@@ -32,7 +35,9 @@ class RequestProgress:
             raise ServiceError(pb.INVALID_ARGUMENT, "n must be 1 for an embedding", "n")
         if len(start.choices) not in (0, max(1, start.params.n)):
             raise ServiceError(
-                pb.INVALID_ARGUMENT, "choices must be empty or have n entries", "choices"
+                pb.INVALID_ARGUMENT,
+                "choices must be empty or have n entries, one for each choice",
+                "choices",
             )
         self.start = start  # without ids and choices
         self.prompt_ids = list(prompt_ids)
@@ -50,7 +55,7 @@ class RequestProgress:
 
     @property
     def choices(self) -> list[pb.ChoiceState]:
-        """The state of each choice; read only."""
+        """The state of each choice: generated ids and finish reason. Callers must not change it."""
         for choice, added in zip(self._choices, self._added, strict=True):
             if added:
                 choice.generated_ids.extend(added)
@@ -58,10 +63,11 @@ class RequestProgress:
         return self._choices
 
     def take(self, tokens: pb.Tokens) -> pb.Tokens | None:
-        """Add ids to their choice. Returns the message, reduced to the new ids, or None if it has
-        none.
+        """Add the ids of a Tokens message to their choice. Returns the message, without ids that
+        were received before, or None if nothing in it is new.
 
-        Changes the message. Raises LostTokens if ids before it are missing.
+        Changes the message. Raises LostTokens if ids between the known ones and the message are
+        missing.
         """
         if tokens.choice >= len(self.choices):
             return None
@@ -71,8 +77,8 @@ class RequestProgress:
             return None
         if tokens.position > num_ids:
             raise LostTokens(
-                f"choice {tokens.choice} has {num_ids} ids, but the next message starts at "
-                f"{tokens.position}"
+                f"tokens were lost: choice {tokens.choice} has {num_ids} ids, but the next message "
+                f"starts at position {tokens.position}"
             )
         skip = num_ids - tokens.position
         if skip >= len(tokens.ids) and not tokens.finish:
@@ -87,7 +93,8 @@ class RequestProgress:
         return tokens
 
     def take_next(self, choice: int, position: int, id_: int) -> bool:
-        """Add an id if its position is the next one of the choice; return whether it is."""
+        """Add one token id to a choice if `position` is the choice's next one; return whether it
+        was added."""
         if choice >= len(self._next) or self._next[choice] != position:
             return False
         self._added[choice].append(id_)
@@ -95,13 +102,14 @@ class RequestProgress:
         return True
 
     def take_scores(self, scores: pb.PromptLogprobs) -> pb.PromptLogprobs | None:
-        """Like `take`, for log-probabilities of the prompt, which are needed once."""
+        """Like `take`, for a message with log-probabilities of the prompt's tokens. Once all are
+        received, a later Start no longer requests them."""
         if not self.start.params.HasField("prompt_logprobs"):
             return None
         if scores.position > self._num_scored + 1:
             raise LostTokens(
-                f"log-probabilities of {self._num_scored} prompt tokens were received, but the "
-                f"next message starts at token {scores.position}"
+                f"log-probabilities were lost: those of {self._num_scored} prompt tokens were "
+                f"received, but the next message starts at token {scores.position}"
             )
         skip = self._num_scored + 1 - scores.position
         if skip >= len(scores.logprobs):
@@ -114,14 +122,16 @@ class RequestProgress:
         return scores
 
     def take_embedding(self, embedding: pb.Embedding) -> pb.Embedding | None:
-        """Return the embedding and complete the request; None if it is a second one."""
+        """Complete the request with its embedding, and return it; return None if the request is
+        already complete or does not ask for an embedding."""
         if not self.start.pool or self.complete:
             return None
         self._finish(0, pb.STOP)
         return embedding
 
     def abort(self, choices: Sequence[int]) -> None:
-        """Mark choices as ended by the client; those that have ended keep their finish reason."""
+        """Mark these choices as aborted by the client; a choice that has ended keeps its finish
+        reason."""
         for index in choices:
             if index < len(self.choices) and not self.choices[index].finish:
                 self._finish(index, pb.ABORTED)
@@ -132,39 +142,41 @@ class RequestProgress:
 
     @property
     def complete(self) -> bool:
-        """Whether every choice has its finish reason."""
+        """Whether every choice of the request has ended, that is, has a finish reason."""
         return all(choice.finish for choice in self.choices)
 
     @property
     def begun(self) -> bool:
-        """Whether any choice has ids."""
+        """Whether any choice has generated token ids."""
         return any(choice.generated_ids for choice in self.choices)
 
     @property
     def num_unfinished(self) -> int:
-        """Number of choices that still need tokens."""
+        """The number of choices that have no finish reason yet."""
         return sum(not choice.finish for choice in self.choices)
 
     @property
     def may_go_remote(self) -> bool:
-        """Whether a prefill worker may compute the prompt. Prompt log-probabilities and embeddings
-        are computed with the prompt, so a request for them stays at decode."""
+        """Whether a prefill worker may compute the prompt. A decode worker must do so if the
+        request asks for log-probabilities of the prompt or for an embedding, since these result
+        from that computation."""
         return not (self.start.pool or self.start.params.HasField("prompt_logprobs"))
 
     def prefix_ids(self) -> list[int]:
-        """Return the prompt and, if exactly one choice is unfinished, the ids that it has
-        generated. The KV of all but the last must exist before the first decode step, whose input
-        is the last."""
+        """Return the token ids whose KV a worker needs in order to continue: the prompt, and if
+        exactly one choice is unfinished, the ids that it has generated. The last id needs no KV
+        before the first decode step, since it is that step's input."""
         unfinished = [choice for choice in self.choices if not choice.finish]
         if len(unfinished) == 1:
             return [*self.prompt_ids, *unfinished[0].generated_ids]
         return self.prompt_ids
 
     def to_start(self, epoch: int, crash_count: int, remaining_ms: int, queue_ms: int) -> pb.Start:
-        """The Start of the next attempt, without prompt ids, which may travel in parts.
+        """Make the Start message of the next attempt, with the ids generated so far but without
+        those of the prompt, which may be sent in parts.
 
-        Generated ids travel in the message: above some 60,000 it exceeds the usual 256 KiB, but
-        gRPC's 4 MiB hold a million.
+        More than some 60,000 generated ids make the message larger than the usual 256 KiB; gRPC's
+        limit of 4 MiB is enough for a million.
         """
         start = pb.Start()
         start.CopyFrom(self.start)
@@ -179,6 +191,6 @@ class RequestProgress:
 
 
 def remaining_ms(deadline: float | None, now: float) -> int:
-    """Return the milliseconds until a deadline, at least 1; 0 if there is no deadline, as in
-    `Start`."""
+    """Return the milliseconds from `now` until a deadline, at least 1; 0 if there is no deadline,
+    as the Start message encodes it."""
     return 0 if deadline is None else max(1, int((deadline - now) * 1000))
