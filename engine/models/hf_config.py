@@ -1,10 +1,10 @@
-"""Reads config.json: single fields with their bounds, rope, what most architectures share, and the
-fields of a mixture of experts.
+"""Reads config.json: single fields with their bounds, rope, the fields that most architectures
+share, and those of a mixture of experts.
 
-A malformed or unsupported value raises UnsupportedModel that names the field.
+A malformed or unsupported value raises UnsupportedModel, which names the field.
 
-Rope has three forms. Nested: `rope_parameters[layer_type]`; flat: `rope_parameters`; older:
-`rope_theta` with `rope_scaling`.
+Rope settings have three forms. Nested: `rope_parameters[layer_type]`; flat: `rope_parameters`;
+older: `rope_theta` with `rope_scaling`.
 """
 
 import math
@@ -28,7 +28,8 @@ MAX_SIZE = 1 << 30  # a bound on every count, so that products fit in 64 bits
 def integer(
     hf: HfConfig, key: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE
 ) -> int:
-    """Return hf[key] in [minimum, maximum]; `default` if it is absent or null."""
+    """Return the integer hf[key], or `default` if it is absent or null. Raises UnsupportedModel
+    unless it is in [minimum, maximum]."""
     value = hf.get(key)
     if value is None:
         value = default
@@ -40,7 +41,8 @@ def integer(
 def positive(
     hf: HfConfig, key: str, default: float | None = None, maximum: float = _MAX_FLOAT
 ) -> float:
-    """Return hf[key] as a number > 0, at most `maximum`; `default` if it is absent or null."""
+    """Return the number hf[key], or `default` if it is absent or null. Raises UnsupportedModel
+    unless it is above 0 and at most `maximum`."""
     value = hf.get(key)
     number = _positive(key, default if value is None else value)
     if number > maximum:
@@ -49,7 +51,8 @@ def positive(
 
 
 def positives(hf: HfConfig, key: str, count: int) -> tuple[float, ...]:
-    """Return hf[key] as `count` finite numbers > 0."""
+    """Return the list hf[key] of `count` finite numbers above 0. Raises UnsupportedModel for
+    another value."""
     values = hf.get(key)
     if not isinstance(values, list | tuple) or len(values) != count:
         raise UnsupportedModel(f"config field {key}: expected {count} numbers")
@@ -57,7 +60,7 @@ def positives(hf: HfConfig, key: str, count: int) -> tuple[float, ...]:
 
 
 def table(hf: HfConfig, key: str) -> HfConfig:
-    """Return hf[key] as a mapping; empty if it is absent or null."""
+    """Return the JSON object hf[key] as a mapping; empty if it is absent or null."""
     value = hf.get(key)
     if value is None:
         return {}
@@ -80,8 +83,9 @@ def read_rope(
     default_theta: float = 10_000.0,
     scaled: bool = True,
 ) -> RopeConfig:
-    """Return the rope of the layers of one type. In the older form `theta_key` names their theta,
-    and `rope_scaling` applies to them if `scaled`. Raises UnsupportedModel."""
+    """Return the rope settings of the layers of type `layer_type`. In the older form, `theta_key`
+    names the field with the theta of these layers, and `rope_scaling` applies to them if `scaled`.
+    Raises UnsupportedModel."""
     settings = _settings(hf, layer_type, theta_key, scaled)
     if settings.get("rope_type", settings.get("type")) == "su":  # the first name of longrope
         settings["rope_type"] = "longrope"
@@ -146,8 +150,8 @@ def read_rope(
 
 
 def _longrope(hf: HfConfig, settings: HfConfig, rope: RopeConfig) -> RopeConfig:
-    """Return longrope settings; if not given, the multiplier of cos and sin follows from the ratio
-    of the contexts."""
+    """Return longrope's settings. If the config gives no multiplier of cos and sin, it follows from
+    the ratio of the extended context to the original one."""
     context_len = integer(hf, "max_position_embeddings")
     default_len = integer(hf, "original_max_position_embeddings", context_len)
     original_len = integer(settings, "original_max_position_embeddings", default_len, minimum=2)
@@ -163,7 +167,8 @@ def _longrope(hf: HfConfig, settings: HfConfig, rope: RopeConfig) -> RopeConfig:
 
 
 def _settings(hf: HfConfig, layer_type: str, theta_key: str, scaled: bool) -> dict[str, Any]:
-    """Return the settings of one layer type in the flat form, whichever form the config has."""
+    """Return the rope settings of one layer type as a flat mapping, whichever of the three forms
+    the config has."""
     parameters = table(hf, "rope_parameters")
     if parameters:
         settings = dict(table(parameters, layer_type) or parameters)
@@ -177,8 +182,8 @@ def _settings(hf: HfConfig, layer_type: str, theta_key: str, scaled: bool) -> di
 
 
 def scores_magnitude(hf: HfConfig) -> float:
-    """Return yarn's factor of attention scores if the config states mscale_all_dim, else 1; cos and
-    sin do not include it (DeepSeek)."""
+    """Return the factor by which yarn multiplies attention scores, if the config states
+    mscale_all_dim, else 1. The tables of cos and sin do not include this factor (DeepSeek)."""
     settings = _settings(hf, "", "rope_theta", scaled=True)
     kind = settings.get("rope_type") or settings.get("type")
     if kind != "yarn" or not settings.get("mscale_all_dim"):
@@ -191,7 +196,8 @@ def _magnitude(weight: float, factor: float) -> float:
 
 
 def _yarn_attention_factor(settings: HfConfig, factor: float) -> float:
-    """Return the factor of cos and sin: given, or 0.1 ln(factor) + 1 (arXiv:2309.00071, 3.4)."""
+    """Return yarn's factor of cos and sin: the one that the settings state, else 0.1 ln(factor) + 1
+    (arXiv:2309.00071, 3.4)."""
     if settings.get("attention_factor") is not None:
         return positive(settings, "attention_factor")
     if settings.get("mscale") and settings.get("mscale_all_dim"):
@@ -211,12 +217,13 @@ _MAX_LAYERS = 10_000
 
 
 def soft_cap(hf: HfConfig, key: str) -> float:
-    """Return hf[key] > 0, or 0 if it is absent or null."""
+    """Return the soft cap hf[key], above 0; 0 (no cap) if it is absent or null."""
     return positive(hf, key) if hf.get(key) is not None else 0.0
 
 
 def activation(hf: HfConfig) -> Activation:
-    """Return the activation of the gate, under either of its two names."""
+    """Return the feed-forward's activation function, from `hidden_activation` or `hidden_act`; silu
+    if the config has neither."""
     name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
     if not isinstance(name, str) or name not in ACTIVATIONS:
         supported = ", ".join(ACTIVATIONS)
@@ -225,7 +232,8 @@ def activation(hf: HfConfig) -> Activation:
 
 
 def head_dim(hf: HfConfig) -> int:
-    """Return the given head size, or hidden_size / num_attention_heads."""
+    """Return the size of an attention head: `head_dim`, or hidden_size / num_attention_heads if
+    absent."""
     return integer(hf, "head_dim", integer(hf, "hidden_size") // integer(hf, "num_attention_heads"))
 
 
@@ -234,7 +242,8 @@ def num_layers(hf: HfConfig) -> int:
 
 
 def windowed(hf: HfConfig, default: Sequence[bool]) -> Sequence[bool]:
-    """Return whether each layer has a window: from `layer_types`, else `default`."""
+    """Return for each layer whether it has a sliding window: from the field `layer_types`, or
+    `default` if it is absent."""
     names = hf.get("layer_types")
     if names is None:
         return default
@@ -246,28 +255,33 @@ def windowed(hf: HfConfig, default: Sequence[bool]) -> Sequence[bool]:
 
 
 def sliding_window(hf: HfConfig, default: int = 0) -> int:
-    """Return `sliding_window` in tokens; 0 if null; `default` if absent."""
+    """Return the size of the sliding window, the field `sliding_window`, in tokens: 0 (no window)
+    if null, `default` if absent."""
     return integer(hf, "sliding_window", 0, minimum=0) if "sliding_window" in hf else default
 
 
 def windows(hf: HfConfig, window: int, default: Sequence[bool]) -> list[int]:
-    """Return the window of each layer: `window`, or 0 if it has none (`windowed`)."""
+    """Return the window of each layer in tokens: `window` for the layers that have one (see
+    `windowed`), 0 for the others."""
     return [window if has_window else 0 for has_window in windowed(hf, default)]
 
 
 def attention_biases(hf: HfConfig) -> dict[str, bool]:
-    """Return the fields of ModelConfig that follow from `attention_bias`, by default False."""
+    """Return the fields of ModelConfig that the config's `attention_bias` sets, whether q, k, v and
+    o have biases; False if it is absent."""
     return dict.fromkeys(("qkv_bias", "o_bias"), bool(hf.get("attention_bias", False)))
 
 
 def plain_layers(hf: HfConfig, windows: Sequence[int]) -> tuple[LayerConfig, ...]:
-    """Return layers that differ only in the window."""
+    """Return the settings of layers with equal rope that differ only in the window: one layer for
+    each of `windows`."""
     rope = read_rope(hf, head_dim(hf))
     return tuple(LayerConfig(rope, window) for window in windows)
 
 
 def standard(hf: HfConfig, **overrides: Any) -> ModelConfig:
-    """Read a Llama-like config; `overrides` are the fields in which an architecture differs."""
+    """Read a Llama-like config.json into a ModelConfig; `overrides` are the fields of ModelConfig
+    in which an architecture differs."""
     heads = integer(hf, "num_attention_heads")
     kv_heads = integer(hf, "num_key_value_heads", heads)
     if heads % kv_heads:
@@ -302,20 +316,23 @@ _MAX_SCALE = 1e6
 
 
 def num_experts(hf: HfConfig) -> int:
-    """Return the number of experts, from the first of its names that the config has."""
+    """Return the number of experts per layer, from the first of its possible field names that the
+    config has."""
     name = next((name for name in _NAMES if hf.get(name) is not None), _NAMES[0])
     return integer(hf, name, maximum=_MAX_EXPERTS)
 
 
 def routing(hf: HfConfig, **fields: Any) -> ExpertRouting:
-    """Return a routing to `num_experts_per_tok` experts; `fields` are further fields."""
+    """Return a routing of each token to `num_experts_per_tok` experts; `fields` are further fields
+    of ExpertRouting."""
     return ExpertRouting(integer(hf, "num_experts_per_tok", maximum=num_experts(hf)), **fields)
 
 
 def grouped_routing(
     hf: HfConfig, scores: Literal["softmax", "sigmoid"] = "sigmoid", group_best: int = 2
 ) -> ExpertRouting:
-    """Return DeepSeek V3's routing by groups (arXiv:2412.19437, 2.1.2)."""
+    """Return DeepSeek V3's routing, which first chooses groups of experts and then experts in these
+    groups (arXiv:2412.19437, 2.1.2)."""
     count = num_experts(hf)
     groups = integer(hf, "n_group", 1)
     kept_groups = integer(hf, "topk_group", 1, maximum=groups)
@@ -339,7 +356,8 @@ def grouped_routing(
 
 
 def sparse_layers(hf: HfConfig) -> Collection[int]:
-    """Return the layers with experts: every `decoder_sparse_step`th except `mlp_only_layers`."""
+    """Return the indices of the layers that have experts: every `decoder_sparse_step`th layer
+    except those in `mlp_only_layers`."""
     step = integer(hf, "decoder_sparse_step", 1)
     dense = hf.get("mlp_only_layers") or []
     if not isinstance(dense, list | tuple):
@@ -350,7 +368,8 @@ def sparse_layers(hf: HfConfig) -> Collection[int]:
 def with_experts(
     config: ModelConfig, mixture: MixtureOfExperts, layers: Collection[int]
 ) -> ModelConfig:
-    """Return the config with experts in `layers`."""
+    """Return the config with `mixture` as the feed-forward of the given layers. Raises
+    UnsupportedModel for too many experts."""
     sparse = set(layers)
     if len(sparse) * mixture.num_experts > _MAX_MATRICES:
         raise UnsupportedModel(
