@@ -80,8 +80,8 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def sparse_layers(hf: HfConfig, default: int) -> Collection[int]:
-    """Return the layers with experts: those that `mlp_layer_types` names or after the dense
-    ones."""
+    """Return the indices of the layers with experts: those that `mlp_layer_types` marks as sparse,
+    or else all after the first `first_k_dense_replace`."""
     kinds = hf.get("mlp_layer_types")
     if kinds is None:
         first = integer(hf, "first_k_dense_replace", default, minimum=0)
@@ -93,7 +93,8 @@ def sparse_layers(hf: HfConfig, default: int) -> Collection[int]:
 
 
 def softmax_routing(hf: HfConfig, scores: Any) -> ExpertRouting:
-    """Return V2's routing, where a group's quality is that of its best expert."""
+    """Return DeepSeek V2's routing, which ranks each group of experts by its best expert. Raises
+    UnsupportedModel for other scores or methods."""
     method = hf.get("topk_method", "greedy")
     if scores != "softmax" or method not in ("greedy", "group_limited_greedy"):
         raise UnsupportedModel(f"config fields scoring_func={scores!r}, topk_method={method!r}")
@@ -108,8 +109,9 @@ GLM_LAYERS, GLM_VOCAB = (47, 48), 154_880
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
-    """Return config fields from GGUF metadata, with llama.cpp's defaults for missing ones. Files
-    from before 2025-04 count the dims of heads before absorption."""
+    """Return config.json's fields from GGUF metadata, with llama.cpp's defaults for missing ones.
+    Head sizes are in the `_mla` fields; files from before 2025-04 have them in the plain length
+    fields."""
 
     def number(key: str) -> int:
         return int(one_number(metadata, f"deepseek2.{key}"))

@@ -33,7 +33,8 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def stored(config: ModelConfig) -> dict[str, View]:
-    """Return views under Phi's names; GGUF stores q, k and v in one tensor."""
+    """Return views that find the model's tensors under Phi's names; GGUF stores q, k and v in one
+    tensor."""
     views = renamed("model.", {"norm": "final_layernorm"})
     for n in range(config.num_layers):
         views |= renamed(f"model.layers.{n}.", RENAMED)

@@ -16,8 +16,9 @@ CODES, EXPONENTS = "codes", "exponents"
 
 
 class Mxfp4(BlockFormat):
-    """MXFP4, stored as GGUF's blocks or as two parts: CODES uint8 [..., bytes], the first value in
-    the low nibble, and EXPONENTS uint8 [..., groups of 32]."""
+    """The format MXFP4: 4-bit floats with an exponent per 32 values. Stored as GGUF's blocks, or as
+    two parts: CODES uint8 [..., bytes], the first value in the low nibble, and EXPONENTS uint8
+    [..., groups of 32]."""
 
     def unpack(self, raw: RawTensor) -> Floats:
         return super().unpack(self.packable(raw))
@@ -41,7 +42,8 @@ FORMATS = (MXFP4, gguf_format("NVFP4", 64, 36))
 
 
 def mxfp4(codes: Bytes, exponents: Bytes) -> RawTensor:
-    """Return a weight, or a stack, of these parts. Raises ValueError if their shapes differ."""
+    """Return the MXFP4 weight, or stack of weights, with these codes and exponents. Raises
+    ValueError if their shapes do not match."""
     expected = (*exponents.shape[:-1], exponents.shape[-1] * 16)
     if codes.shape != expected:
         raise ValueError(

@@ -52,13 +52,13 @@ FRESH, NUM_FRESH = _offset("fresh"), _offset("num_fresh")
 
 @triton.jit
 def field(records, pick, offset: tl.constexpr, dtype: tl.constexpr):
-    """Return one field of a pick's record; `records` points to bytes."""
+    """Load one field of a pick's record; `records` points to the bytes of all records."""
     return tl.load((records + pick * SIZE + offset).to(tl.pointer_type(dtype)))
 
 
 @triton.jit
 def is_filtered(records, pick):
-    """Return whether top_k, top_p or min_p excludes tokens."""
+    """Return whether a pick has a top_k, top_p or min_p that excludes tokens."""
     narrowed = (field(records, pick, TOP_K, tl.int32) > 0) | (
         field(records, pick, TOP_P, tl.float64) < 1
     )
