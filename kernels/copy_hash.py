@@ -21,7 +21,7 @@ def expand_key(key: bytes) -> NDArray[np.uint64]:
     """Return the words that the kernel reads for a key: struct Lane of both lanes, uint64 [2 *
     LANE_WORDS]. Raises ValueError unless the key has KEY_BYTES bytes."""
     if len(key) != KEY_BYTES:
-        raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+        raise ValueError(f"the key of a hashing copy has {KEY_BYTES} bytes, not {len(key)}")
     words = []
     for offset in (0, KEY_BYTES // 2):
         r, pad = (int.from_bytes(key[i : i + 8], "little") % PRIME for i in (offset, offset + 8))

@@ -81,14 +81,17 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 def sparse_layers(hf: HfConfig, default: int) -> Collection[int]:
     """Return the indices of the layers with experts: those that `mlp_layer_types` marks as sparse,
-    or else all after the first `first_k_dense_replace`."""
+    or else all after the first `first_k_dense_replace` layers."""
     kinds = hf.get("mlp_layer_types")
     if kinds is None:
         first = integer(hf, "first_k_dense_replace", default, minimum=0)
         return range(first, num_layers(hf))
     fits = isinstance(kinds, list | tuple) and len(kinds) == num_layers(hf)
     if not fits or not all(kind in ("dense", "sparse") for kind in kinds):
-        raise UnsupportedModel(f"config field mlp_layer_types={kinds!r}")
+        raise UnsupportedModel(
+            f"config field mlp_layer_types={kinds!r}: expected {num_layers(hf)} values, "
+            "each dense or sparse"
+        )
     return [n for n, kind in enumerate(kinds) if kind == "sparse"]
 
 
@@ -97,7 +100,10 @@ def softmax_routing(hf: HfConfig, scores: Any) -> ExpertRouting:
     UnsupportedModel for other scores or methods."""
     method = hf.get("topk_method", "greedy")
     if scores != "softmax" or method not in ("greedy", "group_limited_greedy"):
-        raise UnsupportedModel(f"config fields scoring_func={scores!r}, topk_method={method!r}")
+        raise UnsupportedModel(
+            f"config fields scoring_func={scores!r}, topk_method={method!r} are not supported: "
+            "expected sigmoid, or softmax with greedy or group_limited_greedy"
+        )
     grouped = {**hf, "norm_topk_prob": hf.get("norm_topk_prob", False)}
     if method == "greedy":
         grouped |= {"n_group": 1, "topk_group": 1}

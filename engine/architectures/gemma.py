@@ -51,7 +51,9 @@ def gemma_defaults(hf: HfConfig) -> HfConfig:
     """Return the config with the fields that Gemma's config.json omits. Raises UnsupportedModel if
     its attention is not causal."""
     if hf.get("use_bidirectional_attention"):
-        raise UnsupportedModel("use_bidirectional_attention: only causal attention is supported")
+        raise UnsupportedModel(
+            "config field use_bidirectional_attention: only causal attention is supported"
+        )
     return {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", **hf}
 
 
@@ -119,7 +121,9 @@ def parse_gemma3(hf: HfConfig) -> ModelConfig:
     and k norms, five sliding-window layers per global layer, which has a separate rope
     (arXiv:2503.19786)."""
     if hf.get("attn_logit_softcapping") is not None:  # transformers reads it and never applies it
-        raise UnsupportedModel("attn_logit_softcapping: Gemma 3 has no cap on attention scores")
+        raise UnsupportedModel(
+            "config field attn_logit_softcapping: Gemma 3 has no cap on attention scores"
+        )
     hf = gemma_defaults(hf)
     return _standard(
         hf,

@@ -16,7 +16,9 @@ RENAMED = {
 
 def parse(hf: HfConfig) -> ModelConfig:
     if hf.get("qk_layernorm"):
-        raise UnsupportedModel("qk_layernorm: layer norms over q and k are not supported")
+        raise UnsupportedModel(
+            "config field qk_layernorm: layer norms over q and k are not supported"
+        )
     return standard(
         {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5, **hf},
         norms=NORMS,

@@ -43,8 +43,8 @@ QWEN2 = ModelSpec(("Qwen2ForCausalLM",), parse_dense, GgufMapping("qwen2"))
 
 
 def parse_moe(hf: HfConfig) -> ModelConfig:
-    """Parse the config of Qwen 1.5 and 2 with a mixture of experts, one of which is always active
-    (arXiv:2407.10671)."""
+    """Parse the config of Qwen 1.5 and 2 with a mixture of experts, plus one expert that is always
+    active (arXiv:2407.10671)."""
     window = sliding_window(hf, 4096) if hf.get("use_sliding_window") else 0
     last = integer(hf, "max_window_layers", 28, minimum=0)
     default = [n % 2 == 0 and n < last for n in range(num_layers(hf))]

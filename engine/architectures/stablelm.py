@@ -12,7 +12,9 @@ from pdserve.engine.models.hf_config import HfConfig, positive, standard
 
 def parse(hf: HfConfig) -> ModelConfig:
     if hf.get("qk_layernorm"):
-        raise UnsupportedModel("qk_layernorm: layer norms over q and k are not supported")
+        raise UnsupportedModel(
+            "config field qk_layernorm: layer norms over q and k are not supported"
+        )
     parallel = bool(hf.get("use_parallel_residual", False))
     return standard(
         {"partial_rotary_factor": 0.25, **hf},

@@ -55,7 +55,7 @@ def positives(hf: HfConfig, key: str, count: int) -> tuple[float, ...]:
     another value."""
     values = hf.get(key)
     if not isinstance(values, list | tuple) or len(values) != count:
-        raise UnsupportedModel(f"config field {key}: expected {count} numbers")
+        raise UnsupportedModel(f"config field {key}: expected {count} numbers > 0")
     return tuple(_positive(key, value) for value in values)
 
 
@@ -92,7 +92,10 @@ def read_rope(
     rotary_share = min(positive(settings, "partial_rotary_factor", 1.0), 2.0)
     rotary_dim = int(round(head_dim * rotary_share, 6))  # 30 of 44 dims stay 30
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
-        raise UnsupportedModel(f"rope over {rotary_dim} of {head_dim} dims is not supported")
+        raise UnsupportedModel(
+            f"rope over {rotary_dim} of {head_dim} dims is not supported: "
+            f"expected an even number from 2 to {head_dim}"
+        )
     theta = positive(settings, "rope_theta", default_theta)
     if theta <= 1:
         raise UnsupportedModel(f"config field rope_theta={theta}: expected a value above 1")
@@ -117,16 +120,21 @@ def read_rope(
         longest = factor * context_len
         if rotary_dim < 4 or factor < 1 or longest > MAX_SIZE:
             raise UnsupportedModel(
-                f"dynamic rope of factor {factor} over {rotary_dim} dims is not supported"
+                f"dynamic rope of factor {factor} over {rotary_dim} dims is not supported: "
+                f"expected a factor of at least 1, 4 dims or more and at most {MAX_SIZE} tokens"
             )
         if not math.isfinite(for_context(dynamic, int(longest)).theta):
-            raise UnsupportedModel(f"dynamic rope overflows with theta {theta}")
+            raise UnsupportedModel(
+                f"dynamic rope: theta {theta} becomes infinite for {longest:g} tokens"
+            )
         return dynamic
     original_len = integer(settings, "original_max_position_embeddings", context_len)
     if kind == "llama3":
         low, high = positive(settings, "low_freq_factor"), positive(settings, "high_freq_factor")
         if low >= high:
-            raise UnsupportedModel(f"rope low_freq_factor {low} is not below {high}")
+            raise UnsupportedModel(
+                f"config field low_freq_factor={low}: expected less than high_freq_factor={high}"
+            )
         return RopeConfig(
             theta,
             rotary_dim,
@@ -175,7 +183,9 @@ def _settings(hf: HfConfig, layer_type: str, theta_key: str, scaled: bool) -> di
     else:
         settings = dict(table(hf, "rope_scaling")) if scaled else {}
     if any(isinstance(value, Mapping) for value in settings.values()):
-        raise UnsupportedModel(f"config field rope_parameters has no entry {layer_type!r}")
+        raise UnsupportedModel(
+            f"config field rope_parameters has no settings for layers of type {layer_type!r}"
+        )
     settings.setdefault("rope_theta", hf.get(theta_key))
     settings.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor"))
     return settings
@@ -250,7 +260,10 @@ def windowed(hf: HfConfig, default: Sequence[bool]) -> Sequence[bool]:
     kinds = ("full_attention", "sliding_attention")
     fits = isinstance(names, list | tuple) and len(names) == num_layers(hf)
     if not fits or not all(name in kinds for name in names):
-        raise UnsupportedModel(f"config field layer_types={names!r}")
+        raise UnsupportedModel(
+            f"config field layer_types={names!r}: expected {num_layers(hf)} values, "
+            f"each {' or '.join(kinds)}"
+        )
     return [name == "sliding_attention" for name in names]
 
 
@@ -346,11 +359,14 @@ def grouped_routing(
         group_best=group_best if groups > 1 else 1,
     )
     if count % groups or count // groups < expert_routing.group_best:
-        raise UnsupportedModel(f"{count} experts cannot be split into {groups} groups")
+        raise UnsupportedModel(
+            f"{count} experts cannot be split into {groups} groups of equal size, "
+            f"with at least {expert_routing.group_best} experts each"
+        )
     if expert_routing.top_k > kept_groups * (count // groups):
         raise UnsupportedModel(
             f"{expert_routing.top_k} experts per token need more than {kept_groups} groups "
-            f"of {count // groups}"
+            f"of {count // groups} experts"
         )
     return expert_routing
 
@@ -373,7 +389,8 @@ def with_experts(
     sparse = set(layers)
     if len(sparse) * mixture.num_experts > _MAX_MATRICES:
         raise UnsupportedModel(
-            f"{mixture.num_experts} experts in each of {len(sparse)} layers are too many"
+            f"{mixture.num_experts} experts in each of {len(sparse)} layers are too many: "
+            f"expected at most {_MAX_MATRICES} experts in all layers"
         )
     return replace(
         config,

@@ -90,7 +90,12 @@ class NativeDecoder:
         )
         self._logits = np.empty((0, config.vocab_size), np.float32)
         for format, count in self._expanded.items():
-            log.warning("%d weights of format %s are kept as float32", count, format)
+            log.warning(
+                "%d weights of format %s are kept as float32: "
+                "the native kernels cannot pack them as stored",
+                count,
+                format,
+            )
 
     def forward(self, batch: Batch[Ints], kv: KvCache) -> Floats:
         """Compute one step in float32 like Decoder.forward. Raises ValueError for an index out of
@@ -265,7 +270,8 @@ class NativeDecoder:
         if part.shared:
             if part.shared.gate_up.biases or part.shared.down.biases:
                 raise UnsupportedModel(
-                    "the native kernels do not support biases of a shared expert"
+                    "the native kernels do not support biases of a shared expert; "
+                    "use --kernels reference"
                 )
             shared = [*packed(part.shared.gate_up)[0], *packed(part.shared.down)[0]]
         routing = part.routing

@@ -76,7 +76,10 @@ def inverse_frequencies(rope: RopeConfig) -> Floats:
             return _llama3(plain, rope)
         case "yarn":
             return _yarn(plain, rope)
-    raise ValueError(f"rope kind {rope.kind!r}")
+    raise ValueError(
+        f"rope kind {rope.kind!r} has no frequencies: expected default, linear, factors, llama3 "
+        "or yarn"
+    )
 
 
 def _llama3(plain: Floats, rope: RopeConfig) -> Floats:

@@ -151,7 +151,10 @@ def make_part(part: Part, setup: Setup) -> TorchPart:
     """Make the object that computes a part on torch. Raises UnsupportedModel for a kind of part
     that has no registered maker."""
     if type(part) not in _kinds:
-        raise UnsupportedModel(f"the reference kernels cannot compute {type(part).__name__}")
+        raise UnsupportedModel(
+            f"the reference kernels cannot compute {type(part).__name__}: "
+            "nothing is registered for this kind of part"
+        )
     return _kinds[type(part)](part, setup)
 
 

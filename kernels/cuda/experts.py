@@ -58,7 +58,9 @@ def group(chosen: Tensor, experts: int, tile_tokens: int) -> Groups:
     """Sort the (token, expert) pairs by expert. `chosen` has the distinct experts of each token,
     contiguous int32 [tokens, top_k]. Raises ValueError for another dtype or layout."""
     if chosen.dtype != torch.int32 or not chosen.is_contiguous():
-        raise ValueError(f"chosen are {chosen.dtype}, strides {chosen.stride()}")
+        raise ValueError(
+            f"chosen are {chosen.dtype}, strides {chosen.stride()}, expected contiguous int32"
+        )
 
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=chosen.device)
@@ -169,7 +171,9 @@ def choose(
             f"by {group_best} scores"
         )
     if logits.dtype != torch.float32 or not logits.is_contiguous():
-        raise ValueError(f"logits are {logits.dtype}, strides {logits.stride()}")
+        raise ValueError(
+            f"logits are {logits.dtype}, strides {logits.stride()}, expected contiguous float32"
+        )
     if correction is not None and correction.shape != (experts,):
         raise ValueError(f"correction is {list(correction.shape)}, expected [{experts}]")
     chosen = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
@@ -318,7 +322,7 @@ def grouped_product(
             f"out is {list(out.shape)}, strides {out.stride()}, expected [{pairs}, {rows}]"
         )
     if len(groups.ends) != experts:
-        raise ValueError(f"groups have {len(groups.ends)} experts, expected {experts}")
+        raise ValueError(f"groups have {len(groups.ends)} experts, expected the stack's {experts}")
     if bias is not None and (bias.shape != (experts, rows) or bias.stride(1) != 1):
         raise ValueError(f"bias is {list(bias.shape)}, expected [{experts}, {rows}]")
     if not pairs:

@@ -140,7 +140,12 @@ class DeviceWeights:
 
     def _note_expanded(self, format: str) -> None:
         if not self.expanded[format]:
-            log.info("weights of format %s are stored as %s", format, PLAIN_FORMATS[self.dtype])
+            log.info(
+                "weights of format %s are expanded to %s on the device: "
+                "the cuda kernels cannot read them as stored",
+                format,
+                PLAIN_FORMATS[self.dtype],
+            )
         self.expanded[format] += 1
 
     def _pack(self, raw: RawTensor, dtype: torch.dtype) -> DeviceMatrix:

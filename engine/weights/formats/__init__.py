@@ -30,7 +30,7 @@ def register(*added: Format) -> None:
     """Add storage formats. Raises ValueError if one of their names is taken."""
     for item in added:
         if _formats.setdefault(item.name, item) is not item:
-            raise ValueError(f"format {item.name} is registered twice")
+            raise ValueError(f"storage format {item.name} is registered twice")
 
 
 @cache

@@ -47,7 +47,8 @@ def mxfp4(codes: Bytes, exponents: Bytes) -> RawTensor:
     expected = (*exponents.shape[:-1], exponents.shape[-1] * 16)
     if codes.shape != expected:
         raise ValueError(
-            f"codes {list(codes.shape)} do not match exponents {list(exponents.shape)}"
+            f"codes {list(codes.shape)} do not match exponents {list(exponents.shape)}: "
+            f"expected codes {list(expected)}"
         )
     shape = (*exponents.shape[:-1], exponents.shape[-1] * 32)
     return RawTensor({CODES: codes, EXPONENTS: exponents}, MXFP4.name, shape)

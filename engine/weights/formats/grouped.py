@@ -84,7 +84,10 @@ def float4(codes: Bytes, scales: Bytes, divisor: np.float32) -> RawTensor:
     ValueError if the shapes do not match."""
     shape = (codes.shape[0], codes.shape[1] * 2)
     if scales.shape != (shape[0], shape[1] // 16) or shape[1] % 16:
-        raise ValueError(f"scales are {list(scales.shape)} for a weight of {list(shape)}")
+        raise ValueError(
+            f"scales are {list(scales.shape)} for a weight of {list(shape)}: "
+            "expected one per 16 columns of each row"
+        )
     divisors = np.full(shape[0], divisor, np.float32)
     return RawTensor({CODES: codes, SCALES: scales, DIVISORS: divisors}, FP4.name, shape)
 
@@ -101,7 +104,10 @@ def grouped(
     shape = (codes.shape[0], codes.shape[1] * 8 // format.bits)
     rows, groups = scales.shape
     if rows != shape[0] or groups < 1 or shape[1] % groups:
-        raise ValueError(f"scales are {list(scales.shape)} for a weight of {list(shape)}")
+        raise ValueError(
+            f"scales are {list(scales.shape)} for a weight of {list(shape)}: expected "
+            f"{shape[0]} rows of groups that divide the columns evenly"
+        )
     if zeros is not None and zeros.shape != scales.shape:
         raise ValueError(f"zeros {list(zeros.shape)} do not match scales {list(scales.shape)}")
     if scales.dtype not in NAMES:
@@ -117,7 +123,9 @@ def even_groups(per_group: NDArray[Any], group: int, cols: int) -> NDArray[Any]:
     values for groups that divide `cols` evenly, [rows, n]. Raises ValueError if the groups do not
     add up to `cols` columns."""
     if -(-cols // group) != per_group.shape[1]:
-        raise ValueError(f"{per_group.shape[1]} groups of {group} columns do not add up to {cols}")
+        raise ValueError(
+            f"{per_group.shape[1]} groups of {group} columns do not add up to {cols} columns"
+        )
     width = math.gcd(group, cols)
     return per_group[:, np.arange(cols // width) * width // group]
 

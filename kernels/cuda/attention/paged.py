@@ -172,7 +172,9 @@ def _check(q: Tensor, kv: Tensor, table: Tensor, scale: float, latent: int) -> N
     if num_heads % kv_heads:
         raise ValueError(f"kv: {num_heads} query heads are not a multiple of {kv_heads} kv heads")
     if planes != 1 and (planes != 2 or latent):
-        raise ValueError(f"kv: unsupported {planes} planes with latent {latent}")
+        raise ValueError(
+            f"kv: {planes} planes with latent {latent}: expected 1, or 2 if latent is 0"
+        )
     if latent % 16 or not 0 <= latent <= head_dim:
         raise ValueError(f"latent: {latent} is not a multiple of 16 up to head_dim {head_dim}")
     if (latent or head_dim) > MAX_HEAD_DIM:

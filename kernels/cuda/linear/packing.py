@@ -127,7 +127,9 @@ def pack(
         parts = {CODES: codes, SCALES: scales}
     if format in BITS:
         return _grouped(format, rows, cols, parts, dtype, device)
-    raise ValueError(f"unsupported weight format {format}")
+    raise ValueError(
+        f"unsupported weight format {format}: expected one of {', '.join((*PLAIN, *BITS))}"
+    )
 
 
 def _plain(
@@ -169,12 +171,13 @@ def _grouped(
         )
     if not groups or cols % groups or cols // groups % WORDS[-1]:
         raise ValueError(
-            f"scales: {groups} groups in {cols} columns; each group must have a multiple of 16"
+            f"scales: {groups} groups in {cols} columns; each group must have a multiple of 16 "
+            "columns"
         )
     if format == "FP8" and zeros is not None:
         raise ValueError("zeros: not supported for 8-bit floats")
     if format == "FP8" and ((codes & 0x7F) == 0x7F).any():
-        raise ValueError("codes: an 8-bit float is NaN")
+        raise ValueError("codes: an 8-bit float is NaN, which the kernels do not support")
     group = cols // groups
     words = next(words for words in WORDS if group % words == 0)
     block = 32 // bits * words
@@ -294,7 +297,7 @@ def _part(
     dtype: type[np.generic] | None = None,
 ) -> NDArray[Any]:
     if name not in parts:
-        raise ValueError(f"{name} are missing")
+        raise ValueError(f"the weight's {name} are missing")
     part = parts[name]
     if part.shape != shape or (dtype is not None and part.dtype != dtype):
         expected_type = "" if dtype is None else f" of {np.dtype(dtype)}"
@@ -310,5 +313,7 @@ def _blocks(
     """Return the part BLOCKS as [rows, blocks, bytes of a block]. Raises ValueError if the part is
     missing or a row is not a whole number of blocks."""
     if cols % values:
-        raise ValueError(f"blocks: a row of {cols} columns is not a multiple of {values}")
+        raise ValueError(
+            f"blocks: a row of {cols} columns is not a multiple of {values}, the size of a block"
+        )
     return _part(parts, BLOCKS, (rows, cols // values * size), np.uint8).reshape(rows, -1, size)

@@ -161,7 +161,7 @@ def logprobs(
     if len(tokens) != rows:
         raise ValueError("tokens: expected one for each row of logits")
     if not 0 <= count <= vocab:
-        raise ValueError(f"count: must be 0 to {vocab}")
+        raise ValueError(f"count: must be 0 to {vocab}, the size of the vocabulary, not {count}")
     for name, ids in (("tokens", tokens), ("also", also)):
         if ids and not (min(ids) >= 0 and max(ids) < vocab):
             raise ValueError(f"{name}: an id is outside the vocabulary of {vocab}")

@@ -81,7 +81,10 @@ class CudaTokenStream:
         if not self.settings.penalizes:
             return []
         if len(generated) < self.num_counted:
-            raise ValueError("generated: shorter than at the stream's last pick")
+            raise ValueError(
+                f"generated: shorter than at the stream's last pick: {len(generated)} ids, "
+                f"expected at least {self.num_counted}"
+            )
         ids, removed = self.settings.penalty_changes(generated, self.num_counted)
         if ids and not (min(ids) >= 0 and max(ids) < self.vocab):
             raise ValueError(f"generated: an id is outside the vocabulary of {self.vocab}")
@@ -264,17 +267,22 @@ def _check_step(
     if not (min(rows) >= 0 and max(rows) < num_rows):
         raise ValueError(f"rows: a row is outside the {num_rows} rows of logits")
     if any(stream.vocab != vocab for stream in streams):
-        raise ValueError(f"streams: a stream's vocabulary is not the logits' {vocab}")
+        raise ValueError(
+            f"streams: a stream's vocabulary does not have {vocab} ids like the logits"
+        )
     if masks is not None:
         if len(masks) != len(rows):
-            raise ValueError("masks: expected one for each pick")
+            raise ValueError("masks: expected a mask or None for each pick")
         for mask in masks:
             if mask is None:
                 continue
             if mask.dtype != np.uint32 or mask.ndim != 1:
                 raise TypeError("masks: expected uint32 [(vocab + 31) // 32]")
             if len(mask) != (vocab + 31) // 32:
-                raise ValueError(f"masks: a mask does not match the vocabulary of {vocab}")
+                raise ValueError(
+                    f"masks: a mask has {len(mask)} words, expected {(vocab + 31) // 32} "
+                    f"for {vocab} ids"
+                )
     return vocab
 
 
