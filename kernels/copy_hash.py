@@ -1,7 +1,7 @@
 """Keys of the hashing copy (kernels/cuda/copy_hash.h), which copies a payload and computes its tag.
 A key has two lanes of two numbers (r, s); the kernel also needs powers of r.
 
-A key is valid for one payload only. The GPU and the host build use the same numbers.
+Use a key for one payload only. The GPU and the host build compute with the same numbers.
 """
 
 import numpy as np

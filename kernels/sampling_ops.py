@@ -105,7 +105,8 @@ class SamplingOps(Protocol):
         generated: list[list[int]],
         masks: list[Mask | None] | None = None,
     ) -> list[int]:
-        """Sample the next token of each stream; -1 if no allowed token has a finite score."""
+        """Sample the next token of each stream; -1 for a stream without an allowed token of finite
+        score."""
 
     def logprobs(
         self, logits: Any, tokens: list[int], count: int, also: Sequence[int] = ()

@@ -18,7 +18,7 @@ def register(spec: ModelSpec) -> None:
     another architecture."""
     for name in spec.architectures:
         if name in _specs and _specs[name] != spec:
-            raise ValueError(f"architecture {name} is registered twice")
+            raise ValueError(f"architecture {name} is registered twice, by different model specs")
     _specs.update(dict.fromkeys(spec.architectures, spec))
 
 

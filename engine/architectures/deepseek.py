@@ -97,7 +97,8 @@ def sparse_layers(hf: HfConfig, default: int) -> Collection[int]:
 
 def softmax_routing(hf: HfConfig, scores: Any) -> ExpertRouting:
     """Return DeepSeek V2's routing, which ranks each group of experts by its best expert. Raises
-    UnsupportedModel for other scores or methods."""
+    UnsupportedModel unless scores are softmax and `topk_method` is greedy or
+    group_limited_greedy."""
     method = hf.get("topk_method", "greedy")
     if scores != "softmax" or method not in ("greedy", "group_limited_greedy"):
         raise UnsupportedModel(

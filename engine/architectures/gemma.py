@@ -1,9 +1,9 @@
-"""Gemma 1 to 3: Llama with scaled embeddings, norms of 1 + weight and a GELU gate.
+"""Gemma 1 to 3: Llama with scaled embeddings, norms that multiply by 1 + weight, and a GELU gate.
 
-Gemma 1: arXiv:2403.08295. Gemma 2 adds norms after each part, caps on scores and logits, and a
-sliding window on every other layer (arXiv:2408.00118). Gemma 3 has q and k norms in place of the
-caps, and five sliding-window layers per global layer, which has a separate rope (arXiv:2503.19786).
-Of Gemma 3 with a vision tower (4B and larger), only the text part is served.
+Gemma 1: arXiv:2403.08295. Gemma 2 adds norms after attention and feed-forward, soft caps on scores
+and logits, and a sliding window on every other layer (arXiv:2408.00118). Gemma 3 has q and k norms
+in place of the caps, and five sliding-window layers per global layer, which has a separate rope
+(arXiv:2503.19786). Of Gemma 3 with a vision tower (4B and larger), only the text part is served.
 """
 
 from collections.abc import Sequence

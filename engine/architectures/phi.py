@@ -1,4 +1,5 @@
-"""Phi 1 to 2: layer norms with biases, attention and a plain feed-forward in parallel."""
+"""Phi 1, 1.5 and 2: layer norms with biases, and attention in parallel with a feed-forward that has
+no gate."""
 
 from pdserve.engine.checkpoints import View, fused, renamed
 from pdserve.engine.checkpoints.gguf import GgufMapping

@@ -1,6 +1,5 @@
-"""StableLM 2 and 3B: layer norms, rope over a quarter of each head, optionally both parts of a
-layer in parallel (arXiv:2402.17834).
-"""
+"""StableLM 2 and 3B: layer norms, rope over a quarter of each head, optionally attention and
+feed-forward in parallel (arXiv:2402.17834)."""
 
 from typing import Any
 

@@ -46,7 +46,8 @@ class Latent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """The settings of one layer that may differ from layer to layer."""
+    """The settings of one layer that may differ from layer to layer: rope, attention window and
+    feed-forward."""
 
     rope: RopeConfig | None  # None: no position encoding
     window: int = 0  # number of keys that a token sees, including itself; 0: all
@@ -55,8 +56,8 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class NormPlacement:
-    """The norms of a layer by place: the tensor name of each norm, or None for a place without a
-    norm."""
+    """Where a layer has norms, before and after attention and feed-forward: the tensor name of each
+    norm, None for no norm."""
 
     attn_in: str | None = None
     attn_out: str | None = None  # before the residual is added

@@ -1,4 +1,4 @@
-"""The decoder on torch, which runs the list of parts of any architecture one after the other.
+"""The decoder on torch, which computes the parts of any architecture one after the other.
 
 Owns the weights, which never change; keys and values belong to the KvCache of the caller.
 """

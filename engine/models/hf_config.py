@@ -34,7 +34,9 @@ def integer(
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-        raise UnsupportedModel(f"config field {key}={value!r}: expected {minimum} to {maximum}")
+        raise UnsupportedModel(
+            f"config field {key}={value!r}: expected an integer from {minimum} to {maximum}"
+        )
     return value
 
 

@@ -312,7 +312,11 @@ class NativeDecoder:
             (data,) = raw.parts.values()
             return self._kernels.pack(data, raw.format, *raw.shape)
         if not self._expanded[raw.format]:
-            log.warning("tensor %s cannot be packed as %s; it is kept as float32", name, raw.format)
+            log.warning(
+                "tensor %s cannot be packed as %s by the native kernels; it is kept as float32",
+                name,
+                raw.format,
+            )
         self._expanded[raw.format] += 1
         if raw.format in GROUPED and not has_finite_scales(raw):
             raise UnsupportedModel(f"tensor {name}: a scale is infinite or NaN")

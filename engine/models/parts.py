@@ -213,8 +213,8 @@ class Expert(Part):
 @dataclass(frozen=True, slots=True)
 class Experts(Part):
     """A mixture of experts: the weighted sum of the results of each token's chosen experts, in the
-    order of the experts, plus the shared expert's result, times the sigmoid of the shared gate if
-    there is one.
+    order of the experts, plus the shared expert's result, if there is a shared expert. If it has a
+    gate, its result is multiplied by the sigmoid of that gate.
 
     The router computes in float32.
     """

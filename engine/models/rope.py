@@ -19,7 +19,7 @@ _FIRST_LEN = 2048  # positions of the first table
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding of a layer (RoFormer, arXiv:2104.09864) and its scaling.
+    """The rotary position embedding (rope) of a layer (RoFormer, arXiv:2104.09864) and its scaling.
 
     Kinds: `default`; `linear` (positions / factor); `llama3` (Llama 3.1's smoothed factor); `yarn`
     (arXiv:2309.00071); `factors` (a divisor per frequency, like GGUF's rope_freqs.weight). Two

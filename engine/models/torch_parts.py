@@ -140,7 +140,9 @@ def computes(kind: type[Part]) -> Callable[[Maker], Maker]:
 
     def note(maker: Maker) -> Maker:
         if kind in _kinds:
-            raise ValueError(f"part {kind.__name__} is registered twice")
+            raise ValueError(
+                f"part {kind.__name__} is registered twice: only one maker may compute it"
+            )
         _kinds[kind] = maker
         return maker
 
@@ -174,7 +176,7 @@ class TorchLinear:
         self._bias = torch.cat(biases) if biases else None
 
     def __call__(self, x: Tensor, step: LayerStep | None = None) -> Tensor:
-        """Map x [T, N] to [T, rows of all weights]."""
+        """Multiply x [T, N] with all matrices and add the biases: [T, rows of all matrices]."""
         dtype, device = self._setup.dtype, self._setup.device
         if len(self._parts) == 1:
             return reference.linear(x, expand(self._parts[0], dtype, device), self._bias)
@@ -195,7 +197,8 @@ class TorchHeadLinear:
         self._weight = to_device(setup.weights(part.weight.name), setup.dtype, setup.device)
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
-        """Map x [T, heads * (kept + inputs) + rest] to [T, heads * (kept + outputs) + rest]."""
+        """Multiply each head's inputs with the head's matrix: maps x [T, heads * (kept + inputs) +
+        rest] to [T, heads * (kept + outputs) + rest]."""
         weight = expand(self._weight, self._setup.dtype, self._setup.device)
         weight = weight.view(self._heads, self._outputs, self._inputs)
         size = self._heads * (self._kept + self._inputs)
@@ -279,7 +282,7 @@ def rope(part: Rope, setup: Setup) -> TorchPart:
 
 @computes(Attention)
 class TorchAttention:
-    """Computes attention. Owns no keys or values: the cache comes with each step."""
+    """Computes attention over the KV cache that each step brings; owns no keys or values."""
 
     def __init__(self, part: Attention, setup: Setup) -> None:
         self._part = part

@@ -18,7 +18,8 @@ from pdserve.kernels.cuda.linear import SplitSums, added, operands
 
 @triton.jit
 def _normed(value, weight, bias, eps, column, size: tl.constexpr, IS_LAYER: tl.constexpr):
-    """Return the norm of a row, float32 [block]; inputs from `size` on must be 0."""
+    """Return the RMS norm or layer norm of one row, float32 [block]; inputs from `size` on must be
+    0."""
     inside = column < size
     if IS_LAYER:
         value = tl.where(inside, value - tl.sum(value, 0) / size, 0.0)
@@ -348,8 +349,8 @@ def prepare_heads(
 
     x [T, columns] with rows of any stride; positions [T]; kv [blocks, planes, K, block_size, D] of
     any float dtype. Token t is written at slots[t] = block * block_size + offset; a negative slot
-    is skipped. Without `kv` nothing is stored: count keys as queries, so that they change in place.
-    Norms are rounded to x's dtype.
+    is skipped. Without `kv` nothing is stored: pass keys as further queries, so that they change in
+    place. Norms are rounded to x's dtype.
     """
     half = rotation.cos.shape[1] if rotation else 0
     rest = heads.dim - 2 * half

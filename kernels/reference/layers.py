@@ -31,7 +31,7 @@ def gated(
 
 
 def activated(x: Tensor, activation: Literal["silu", "gelu_tanh", "gelu"]) -> Tensor:
-    """Return activation(x), elementwise."""
+    """Return the activation function of x, elementwise."""
     if activation == "silu":
         return F.silu(x)
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
@@ -207,9 +207,9 @@ def _attend_seen(
 
 
 def _buckets(spans: list[int]) -> list[tuple[list[int], int]]:
-    """Group rows to compute together, each group with its widest span. Spans of a group are within
-    a factor of two; all rows form one group if padding adds at most half to the cost.
-    """
+    """Divide rows into groups to compute together, given the number of cache blocks of each row
+    (`spans`). Returns the rows and the widest span of each group. Spans of a group are within a
+    factor of two; all rows form one group if padding adds at most half to the cost."""
     widest = max(spans)
     if 2 * widest * len(spans) <= 3 * sum(spans):
         return [(list(range(len(spans))), widest)]
@@ -297,8 +297,8 @@ def _attend(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute softmax(q k^T * scale) v over the last two dims. `mask` is True for visible keys;
-    `sinks` [K, queries, 1] has one sink per query.
+    """Compute attention, softmax(q k^T * scale) v, over the last two dims. `mask` is True for
+    visible keys; `sinks` [K, queries, 1] has one sink per query.
 
     Scores and softmax are float32. For few queries, plain products are faster than fused attention.
     """

@@ -253,10 +253,10 @@ def sample(
     generated: Sequence[list[int]],
     masks: Sequence[Mask | None] | None = None,
 ) -> list[int]:
-    """Sample the next token of each stream; -1 if the best score is not finite.
+    """Sample the next token of each stream; -1 for a stream whose best score is not finite.
 
-    logits float32 [n, vocab] are not modified; stream i uses row rows[i] and has generated[i] so
-    far. If masks[i] is set, only its tokens may be sampled.
+    logits float32 [n, vocab] are not modified. Stream i uses row rows[i] of the logits; its ids so
+    far are generated[i]. If masks[i] is set, only the tokens that it allows may be sampled.
     """
     if not rows:
         return []

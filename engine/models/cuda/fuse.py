@@ -63,8 +63,8 @@ class AddNorm(Part):
 
 @dataclass(frozen=True, slots=True)
 class SplitLinear(Part):
-    """A matrix product computed as sums over splits of the columns; the next part adds these
-    sums."""
+    """A matrix product that may be left as sums over splits of the columns; the next part adds
+    these sums."""
 
     linear: Linear
 

@@ -40,6 +40,7 @@ def _discover() -> None:
 
 
 def formats() -> Mapping[str, Format]:
-    """Return all formats except plain numbers (engine/weights/format.py), by name."""
+    """Return all storage formats by name, except those of plain numbers
+    (engine/weights/format.py)."""
     _discover()
     return MappingProxyType(_formats)

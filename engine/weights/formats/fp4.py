@@ -1,4 +1,4 @@
-"""Formats of 4-bit floats with a shared scale (OCP MX, NVFP4)."""
+"""The formats MXFP4 (OCP MX) and NVFP4: 4-bit floats in groups that share a scale."""
 
 import numpy as np
 

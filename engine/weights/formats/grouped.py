@@ -41,7 +41,8 @@ class GroupedFormat(Format):
     """
 
     def __init__(self, name: str, bits: int, table: Floats | None) -> None:
-        """`table` holds the level of each code; None means that the code is the level."""
+        """Create a format of `bits`-bit codes. `table` holds the level of each code; None means
+        that the code is the level."""
         self.name = name
         self.bits = bits
         self._table = table
@@ -131,10 +132,10 @@ def even_groups(per_group: NDArray[Any], group: int, cols: int) -> NDArray[Any]:
 
 
 def nibbles(packed: Bytes) -> Bytes:
-    """Unpack uint8 [..., n] to [..., 2 * n], the low nibble of each byte first."""
+    """Unpack 4-bit numbers: uint8 [..., n] to [..., 2 * n], the low nibble of each byte first."""
     return np.stack((packed & 15, packed >> 4), axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def packed_nibbles(levels: Bytes) -> Bytes:
-    """Pack uint8 [..., 2 * n] of 0 to 15 to [..., n]: the inverse of `nibbles`."""
+    """Pack 4-bit numbers, uint8 [..., 2 * n] of 0 to 15, to [..., n]; the inverse of `nibbles`."""
     return levels[..., 0::2] | levels[..., 1::2] << np.uint8(4)

@@ -1,4 +1,5 @@
-"""Formats whose levels come from codebooks or non-linear tables (IQ), and ternary ones (TQ).
+"""GGUF's formats whose levels come from codebooks or non-linear tables (IQ), and its ternary
+formats (TQ).
 
 Levels of IQ2 and IQ3 are codebook entries with a sign. Levels of IQ1 are multiples of an eighth,
 because a group is shifted up or down by an eighth. Levels of TQ are -1, 0 and 1. Kernels read

@@ -50,8 +50,8 @@ def _middle(low, high):
 
 @triton.jit
 def _weights(scaled, inside, peak, MASS: tl.constexpr):
-    """Return what each score counts in the search: 1 for top_k, its probability times a constant
-    for top_p (MASS)."""
+    """Return the weight of each score in the search: 1 for top_k; for top_p (MASS), its probability
+    times a constant."""
     if MASS:
         weights = tl.exp(scaled.to(tl.float64) - peak.to(tl.float64))
     else:
@@ -67,7 +67,8 @@ def _scaled(scores, ids, vocab, temperature):
 
 @triton.jit
 def _gather(scores, vocab, temperature, low, high, gathered, BLOCK: tl.constexpr):
-    """Count the scores in [low, high); store the first BLOCK of them in `gathered`."""
+    """Count the scores / T of one pick that are in [low, high), and store the first BLOCK of them
+    in `gathered`."""
     tl.debug_barrier()  # all threads have read the previous content of `gathered`
     count = 0
     for start in range(0, vocab, BLOCK):
@@ -128,7 +129,7 @@ def _measure(
 @triton.jit
 def _descend(order, weights, low, high, above, target):
     """Find the largest float in [low, high) such that the weights of scores on or above it add up
-    to `target`; `above` is the weight from `high` on. Floats are int32 in their order."""
+    to at least `target`; `above` is the weight from `high` on. Floats are int32 in their order."""
     while low + 1 < high:
         middle = _middle(low, high)
         weight = above + tl.sum(tl.where(order >= middle, weights, 0.0), 0)
@@ -152,8 +153,8 @@ def _floor(
     BLOCK: tl.constexpr,
 ):
     """Find the largest float, as an int32 in the order of the floats, such that the weights of
-    scores on or above it add up to `target`. `low` has enough weight, or no float has. If count <=
-    BLOCK, the scores from `low` on are already gathered.
+    scores on or above it add up to at least `target`. `low` has enough weight, or no float has. If
+    count <= BLOCK, the scores from `low` on are already gathered.
 
     Scores equal to `low` are not examined, because there may be many scores of -inf.
     """
@@ -218,7 +219,8 @@ def floors_kernel(
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the floor of one filtered pick: tokens whose logit / T is below it are excluded."""
+    """Compute the floor of one pick with filters: tokens whose logit / T is below the floor are
+    excluded."""
     slot = tl.program_id(0).to(tl.int64)
     pick = tl.load(filtered_picks + slot).to(tl.int64)
     gathered += slot * BLOCK
@@ -282,8 +284,8 @@ def floors_kernel(
 
 
 def floors_of(survey: Survey, filtered_picks: Tensor) -> Tensor:
-    """Return the floor of logits / T for each filtered pick, int32 [n], in a tensor float32
-    [picks]; the entries of other picks are undefined."""
+    """Compute the floors of `filtered_picks`, int32 [n]: tokens whose logit / T is below the floor
+    are excluded. Returns float32 [picks]; the floors of other picks are undefined."""
     num_picks, num_filtered, device = len(survey.best), len(filtered_picks), survey.best.device
     floors = torch.empty(num_picks, device=device)
     gathered = torch.empty(num_filtered, BLOCK, device=device)

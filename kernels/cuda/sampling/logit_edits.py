@@ -37,7 +37,8 @@ COUNT = tl.constexpr((1 << 30) - 1)
 
 
 def new_marks(settings: StreamSettings, vocab: int, device: torch.device) -> Tensor:
-    """Return the marks of a stream before its first generated token, int32 [vocab]."""
+    """Return the marks of a stream before its first generated token, int32 [vocab]: which ids the
+    prompt has, and which are hidden until min_tokens."""
     marks = torch.zeros(vocab, dtype=torch.int32, device=device)
     prompt = _ids(settings.penalized_prompt, device)
     if settings.penalty_window:

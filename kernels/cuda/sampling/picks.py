@@ -1,4 +1,5 @@
-"""The best token of each pick: argmax of scores, or of scores / T + Gumbel noise.
+"""Picks the next token of each stream on the device: the argmax of scores, or of scores / T +
+Gumbel noise. A pick is the choice of one stream's token.
 
 Programs over tiles of the vocabulary find each tile's best score and, for picks with a temperature,
 an upper bound of score + noise in the tile. One program per pick then computes the noise in doubles
@@ -38,7 +39,7 @@ LAST = tl.constexpr(10)  # of the series 1, 1/3, 1/5, ...
 
 @triton.jit
 def _mix(x):
-    """Apply SplitMix64's finalizer to uint64."""
+    """Apply the finalizer of the hash SplitMix64 to uint64 numbers."""
     x = (x ^ (x >> 30)) * MULTIPLIER_1
     x = (x ^ (x >> 27)) * MULTIPLIER_2
     return x ^ (x >> 31)

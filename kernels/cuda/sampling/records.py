@@ -1,5 +1,5 @@
-"""The data that the host sends to the device for each pick of a step, which samples one token: one
-packed RECORD.
+"""The record that the host sends to the device for each pick of a step, the choice of one token:
+one packed RECORD.
 
 `position` is the number of generated ids. `edited` is the pick's row in the edited scores, -1 if
 the logits are not edited. `mask` is the start of its mask in the step's words, -1 for none. `fresh`
@@ -67,7 +67,8 @@ def is_filtered(records, pick):
 
 @triton.jit
 def scores_of(records, pick, logits, stride, edited_scores, vocab):
-    """Return a pointer to the pick's scores [vocab]: its row of the logits or edited scores."""
+    """Return a pointer to the scores [vocab] from which a token is picked: a row of the edited
+    scores if the pick's logits are edited, else of the logits."""
     edited = field(records, pick, EDITED, tl.int32).to(tl.int64)
     row = field(records, pick, ROW, tl.int32).to(tl.int64)
     return tl.where(edited >= 0, edited_scores + edited * vocab, logits + row * stride)

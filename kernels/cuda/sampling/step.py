@@ -258,7 +258,8 @@ def _check_step(
     generated: Sequence[Sequence[int]],
     masks: list[Mask | None] | None,
 ) -> int:
-    """Check the arguments of `launch`; return the size of the vocabulary. Raises like `launch`."""
+    """Check the arguments of `launch`, and return the size of the vocabulary. Raises ValueError or
+    TypeError like `launch`."""
     if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
         raise TypeError("logits: expected float32 [n, vocab] with adjacent columns")
     num_rows, vocab = logits.shape
