@@ -90,9 +90,9 @@ class LatentAttention:
         )
 
     def stored(self, config: "ModelConfig") -> dict[str, View]:
-        """Return views that put rope's rows first, which checkpoints store last in each head, and
-        that split k_b and v_b, which all formats except GGUF store as one matrix with alternating
-        heads."""
+        """Return views that put rope's rows first in each head, which checkpoints store last, and
+        that split k_b and v_b, which all formats except GGUF store as one matrix, the k rows of
+        each head before its v rows."""
         views: dict[str, View] = {}
         heads, nope = config.num_heads, self.nope_dim
         queries = self._rope_first(heads, nope)
