@@ -1,6 +1,7 @@
-"""The keys of the hashing copy (kernels/cuda/copy_hash.h): two lanes of (r, s) with powers of r.
+"""Keys of the hashing copy (kernels/cuda/copy_hash.h), which copies a payload and computes its tag.
+A key has two lanes of two numbers (r, s); the kernel also needs powers of r.
 
-A key is valid for one payload only. The GPU and the host build use the same numbers.
+Use a key for one payload only. The GPU and the host build compute with the same numbers.
 """
 
 import numpy as np
@@ -17,9 +18,10 @@ _TILE_UNITS = TILE_BYTES // UNIT_BYTES
 
 
 def expand_key(key: bytes) -> NDArray[np.uint64]:
-    """Return struct Lane of both lanes, [2 * LANE_WORDS]. Raises ValueError for a wrong length."""
+    """Return the words that the kernel reads for a key: struct Lane of both lanes, uint64 [2 *
+    LANE_WORDS]. Raises ValueError unless the key has KEY_BYTES bytes."""
     if len(key) != KEY_BYTES:
-        raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+        raise ValueError(f"the key of a hashing copy has {KEY_BYTES} bytes, not {len(key)}")
     words = []
     for offset in (0, KEY_BYTES // 2):
         r, pad = (int.from_bytes(key[i : i + 8], "little") % PRIME for i in (offset, offset + 8))

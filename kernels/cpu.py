@@ -23,12 +23,13 @@ KV_BLOCK = 16  # the tokens of a KV block must be a multiple of this
 
 
 class CpuKernels:
-    """A thread pool, and the kernels for the best instruction set of this machine."""
+    """The native CPU kernels for one instruction set, by default the best one of this machine, and
+    their thread pool."""
 
     def __init__(self, threads: int = 0, isa: str = "") -> None:
-        """`threads` 0 means default_threads(). Helper threads are pinned if the process may use
-        exactly that many cores. `isa` is one of `_native.isas()`; raises ValueError for another.
-        """
+        """Start the threads; `threads` 0 means default_threads(). Helper threads are pinned if the
+        process may use exactly that many cores. `isa` is one of `_native.isas()`; raises ValueError
+        for another."""
         threads = threads or default_threads()
         cores = sorted(os.sched_getaffinity(0))
         self.context = _native.Context(threads, cores if len(cores) == threads else [], isa)
@@ -66,24 +67,27 @@ class CpuKernels:
 
 
 def _bytes(numbers: NDArray[Any]) -> NDArray[np.uint8]:
-    """Return [rows, ...] as uint8 [rows, bytes]."""
+    """Return the bytes of an array [rows, ...] as uint8 [rows, bytes]."""
     return np.ascontiguousarray(numbers).view(np.uint8).reshape(len(numbers), -1)
 
 
 def default_threads() -> int:
-    """Return OMP_NUM_THREADS if set, else the number of cores that this process may use."""
+    """Return the default number of threads: OMP_NUM_THREADS if set, else the number of cores that
+    this process may use."""
     setting = os.environ.get("OMP_NUM_THREADS", "")
     return int(setting) if setting.isdecimal() and int(setting) else len(os.sched_getaffinity(0))
 
 
 class CpuSampling:
-    """A SamplingOps on the threads of a context. Not thread-safe: make one call at a time."""
+    """Sampling on the CPU; implements SamplingOps with the threads of a native context. Not
+    thread-safe: make one call at a time."""
 
     def __init__(self, context: Context) -> None:
         self._sampler = NativeSampler(context)
 
     def stream(self, settings: StreamSettings, vocab: int) -> Stream:
-        """Create a token stream. Raises ValueError for ids outside the vocabulary."""
+        """Create the sampling state of a token stream. Raises ValueError for token ids outside the
+        vocabulary."""
         return Stream(
             vocab,
             temperature=settings.temperature,
@@ -110,11 +114,12 @@ class CpuSampling:
         generated: list[list[int]],
         masks: list[Mask | None] | None = None,
     ) -> list[int]:
-        """Sample like kernels/reference/sampling.py, with one native call for the whole step."""
+        """Sample the next token of each stream like kernels/reference/sampling.py, with one native
+        call for the whole step."""
         return self._sampler.sample(logits, rows, streams, generated, masks)
 
     def logprobs(
         self, logits: Any, tokens: list[int], count: int, also: Sequence[int] = ()
     ) -> list[TokenScores]:
-        """Compute the values of kernels/reference/sampling.py, with sums in doubles."""
+        """Return log-probabilities like kernels/reference/sampling.py, with sums in doubles."""
         return self._sampler.logprobs(logits, tokens, count, also)

@@ -20,7 +20,8 @@ Mask = NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """One token stream. Edits apply in this order: bias, repetition, presence, frequency, mask."""
+    """The sampling settings of one token stream. Edits of the logits apply in this order: bias,
+    repetition, presence, frequency, mask."""
 
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0: all
@@ -40,12 +41,12 @@ class StreamSettings:
 
     @property
     def filters(self) -> bool:
-        """Whether top_k, top_p or min_p excludes tokens."""
+        """Whether top_k, top_p or min_p is set, so that tokens can be excluded."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def penalizes(self) -> bool:
-        """Whether a penalty is set."""
+        """Whether a repetition, presence or frequency penalty is set."""
         return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
 
     @property
@@ -58,8 +59,9 @@ class StreamSettings:
     def penalty_changes(
         self, generated: Sequence[int], num_covered: int
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the ids that the penalties newly cover and the ids that have left the window since
-        `num_covered` ids were generated. The cost depends on the number of new ids only."""
+        """Return the ids that the penalties newly cover, and the ids that have left the penalty
+        window, since `num_covered` ids were generated. The cost depends on the number of new ids
+        only."""
         if not self.penalty_window:
             return generated[num_covered:], ()
         prompt_len = len(self.prompt_ids)
@@ -77,21 +79,23 @@ class StreamSettings:
 
 
 class SampledTokens(Protocol):
-    """Tokens that a device samples while the host continues."""
+    """The interface of tokens that a device samples while the host continues."""
 
     @property
     def tokens(self) -> Any:
-        """The sampled tokens [streams], on the device, for the next step."""
+        """The sampled tokens [streams], on the device, as the input of the next step."""
 
     def read(self) -> list[int]:
-        """Wait for the tokens and return them like `SamplingOps.sample`."""
+        """Wait until the tokens are sampled and return them like `SamplingOps.sample`."""
 
 
 class SamplingOps(Protocol):
-    """Sampling from logits, which are an array of the backend, float32 [n, vocab]."""
+    """The interface of a sampling backend. Logits are an array of the backend, float32 [n,
+    vocab]."""
 
     def stream(self, settings: StreamSettings, vocab: int) -> Any:
-        """Create the sampling state of one choice; it is opaque to all but its backend."""
+        """Create the sampling state of one choice of a request. Only the backend that made it reads
+        it."""
 
     def sample(
         self,
@@ -101,19 +105,23 @@ class SamplingOps(Protocol):
         generated: list[list[int]],
         masks: list[Mask | None] | None = None,
     ) -> list[int]:
-        """Sample the next token of each stream; -1 if no allowed token has a finite score."""
+        """Sample the next token of each stream; -1 for a stream without an allowed token of finite
+        score."""
 
     def logprobs(
         self, logits: Any, tokens: list[int], count: int, also: Sequence[int] = ()
     ) -> list[TokenScores]:
-        """Return log-probabilities of tokens[r] in row r, of its `count` best and of `also`."""
+        """Return for each row r of logits the log-probability of tokens[r], of the row's `count`
+        best tokens and of the ids in `also`."""
 
 
 @runtime_checkable
 class AheadSampling(Protocol):
-    """Sampling whose tokens the next step can use before the host has read them."""
+    """The interface of sampling whose tokens the next step can use before the host has read
+    them."""
 
     def begin(
         self, logits: Any, rows: list[int], streams: list[Any], num_generated: list[int]
     ) -> SampledTokens:
-        """Launch sampling for streams without masks and penalties."""
+        """Launch the sampling of each stream's next token and return without waiting. Streams must
+        have no masks and no penalties."""

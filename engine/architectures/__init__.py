@@ -1,5 +1,5 @@
-"""The architectures: each is a ModelSpec in a module here, found by discovery; a module elsewhere
-calls `register`."""
+"""The supported architectures. Each is a ModelSpec in a module of this package, found by discovery;
+a module elsewhere calls `register`."""
 
 import pkgutil
 from collections.abc import Mapping
@@ -14,10 +14,11 @@ _specs: dict[str, ModelSpec] = {}
 
 
 def register(spec: ModelSpec) -> None:
-    """Make an architecture known. Raises ValueError if one of its names is taken."""
+    """Add an architecture to the supported ones. Raises ValueError if one of its names belongs to
+    another architecture."""
     for name in spec.architectures:
         if name in _specs and _specs[name] != spec:
-            raise ValueError(f"architecture {name} is registered twice")
+            raise ValueError(f"architecture {name} is registered twice, by different model specs")
     _specs.update(dict.fromkeys(spec.architectures, spec))
 
 
@@ -37,7 +38,8 @@ def known_specs() -> tuple[ModelSpec, ...]:
 
 
 def find_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
-    """Return the spec of a config.json. Raises UnsupportedModel, which lists the known names."""
+    """Return the spec of the architecture that a config.json names. Raises UnsupportedModel, which
+    lists the supported names, if it names none of them."""
     _discover()
     architectures = hf_config.get("architectures")
     names = [str(name) for name in architectures] if isinstance(architectures, list | tuple) else []
@@ -50,10 +52,12 @@ def find_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _without_head(name: str) -> list[str]:
-    """Return the stems of a class name without a head: "Qwen3Model", "Gemma3TextModel"."""
+    """Return the names to try for the class name of a model without a head: "Qwen3" for
+    "Qwen3Model", "Gemma3Text" and "Gemma3" for "Gemma3TextModel"; none for other names."""
     return [name.removesuffix(end) for end in ("Model", "TextModel") if name.endswith(end)]
 
 
 def parse_config(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """Parse config.json into a ModelConfig. Raises UnsupportedModel."""
+    """Parse config.json into a ModelConfig, as the architecture that it names requires. Raises
+    UnsupportedModel."""
     return find_spec(hf_config).parse(hf_config)

@@ -80,23 +80,31 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def sparse_layers(hf: HfConfig, default: int) -> Collection[int]:
-    """Return the layers with experts: those that `mlp_layer_types` names or after the dense
-    ones."""
+    """Return the indices of the layers with experts: those that `mlp_layer_types` marks as sparse,
+    or else all after the first `first_k_dense_replace` layers."""
     kinds = hf.get("mlp_layer_types")
     if kinds is None:
         first = integer(hf, "first_k_dense_replace", default, minimum=0)
         return range(first, num_layers(hf))
     fits = isinstance(kinds, list | tuple) and len(kinds) == num_layers(hf)
     if not fits or not all(kind in ("dense", "sparse") for kind in kinds):
-        raise UnsupportedModel(f"config field mlp_layer_types={kinds!r}")
+        raise UnsupportedModel(
+            f"config field mlp_layer_types={kinds!r}: expected {num_layers(hf)} values, "
+            "each dense or sparse"
+        )
     return [n for n, kind in enumerate(kinds) if kind == "sparse"]
 
 
 def softmax_routing(hf: HfConfig, scores: Any) -> ExpertRouting:
-    """Return V2's routing, where a group's quality is that of its best expert."""
+    """Return DeepSeek V2's routing, which ranks each group of experts by its best expert. Raises
+    UnsupportedModel unless scores are softmax and `topk_method` is greedy or
+    group_limited_greedy."""
     method = hf.get("topk_method", "greedy")
     if scores != "softmax" or method not in ("greedy", "group_limited_greedy"):
-        raise UnsupportedModel(f"config fields scoring_func={scores!r}, topk_method={method!r}")
+        raise UnsupportedModel(
+            f"config fields scoring_func={scores!r}, topk_method={method!r} are not supported: "
+            "expected sigmoid, or softmax with greedy or group_limited_greedy"
+        )
     grouped = {**hf, "norm_topk_prob": hf.get("norm_topk_prob", False)}
     if method == "greedy":
         grouped |= {"n_group": 1, "topk_group": 1}
@@ -108,8 +116,9 @@ GLM_LAYERS, GLM_VOCAB = (47, 48), 154_880
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
-    """Return config fields from GGUF metadata, with llama.cpp's defaults for missing ones. Files
-    from before 2025-04 count the dims of heads before absorption."""
+    """Return config.json's fields from GGUF metadata, with llama.cpp's defaults for missing ones.
+    Head sizes are in the `_mla` fields; files from before 2025-04 have them in the plain length
+    fields."""
 
     def number(key: str) -> int:
         return int(one_number(metadata, f"deepseek2.{key}"))

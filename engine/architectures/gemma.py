@@ -1,9 +1,9 @@
-"""Gemma 1 to 3: Llama with scaled embeddings, norms of 1 + weight and a GELU gate.
+"""Gemma 1 to 3: Llama with scaled embeddings, norms that multiply by 1 + weight, and a GELU gate.
 
-Gemma 1: arXiv:2403.08295. Gemma 2 adds norms after each part, caps on scores and logits, and a
-sliding window on every other layer (arXiv:2408.00118). Gemma 3 has q and k norms in place of the
-caps, and five sliding-window layers per global layer, which has a separate rope (arXiv:2503.19786).
-Of Gemma 3 with a vision tower (4B and larger), only the text part is served.
+Gemma 1: arXiv:2403.08295. Gemma 2 adds norms after attention and feed-forward, soft caps on scores
+and logits, and a sliding window on every other layer (arXiv:2408.00118). Gemma 3 has q and k norms
+in place of the caps, and five sliding-window layers per global layer, which has a separate rope
+(arXiv:2503.19786). Of Gemma 3 with a vision tower (4B and larger), only the text part is served.
 """
 
 from collections.abc import Sequence
@@ -48,14 +48,18 @@ GGUF_NORMS = {
 
 
 def gemma_defaults(hf: HfConfig) -> HfConfig:
-    """Add the fields that Gemma's config.json omits. Raises UnsupportedModel if not causal."""
+    """Return the config with the fields that Gemma's config.json omits. Raises UnsupportedModel if
+    its attention is not causal."""
     if hf.get("use_bidirectional_attention"):
-        raise UnsupportedModel("use_bidirectional_attention: only causal attention is supported")
+        raise UnsupportedModel(
+            "config field use_bidirectional_attention: only causal attention is supported"
+        )
     return {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", **hf}
 
 
 def _standard(hf: HfConfig, **overrides: Any) -> ModelConfig:
-    """Read what all Gemmas have in common; `overrides` are further fields."""
+    """Read the config fields that all Gemma models have in common; `overrides` are further fields
+    of ModelConfig."""
     return standard(
         hf,
         norm_offset=1.0,
@@ -67,8 +71,8 @@ def _standard(hf: HfConfig, **overrides: Any) -> ModelConfig:
 
 
 def parse_gemma(hf: HfConfig) -> ModelConfig:
-    """Gemma 1: Llama with scaled embeddings, norms of 1 + weight and a GELU gate
-    (arXiv:2403.08295)."""
+    """Parse the config of Gemma 1: Llama with scaled embeddings, norms that multiply by 1 + weight,
+    and a GELU gate (arXiv:2403.08295)."""
     # Releases state "gelu" as `hidden_act` but were trained with its tanh approximation.
     if not hf.get("hidden_activation") and hf.get("hidden_act") not in (None, "gelu"):
         hf = {**hf, "hidden_activation": hf["hidden_act"]}
@@ -79,8 +83,8 @@ GEMMA = ModelSpec(("GemmaForCausalLM",), parse_gemma, GgufMapping("gemma", norm_
 
 
 def parse_gemma2(hf: HfConfig) -> ModelConfig:
-    """Gemma 2: norms before and after each part, caps on scores and logits, a sliding window on
-    every other layer (arXiv:2408.00118)."""
+    """Parse the config of Gemma 2: norms before and after attention and feed-forward, soft caps on
+    scores and logits, a sliding window on every other layer (arXiv:2408.00118)."""
     defaults = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     hf = {**defaults, **gemma_defaults(hf)}
     default = [n % 2 == 0 for n in range(num_layers(hf))]
@@ -95,8 +99,8 @@ def parse_gemma2(hf: HfConfig) -> ModelConfig:
 
 
 def gemma2_gguf_config(metadata: Metadata) -> dict[str, Any]:
-    """Return config fields from GGUF metadata; the query scale is not in it, and 27B, identified by
-    its 46 layers, has a different one."""
+    """Return config.json's fields from Gemma 2's GGUF metadata. The metadata lacks the query scale,
+    which differs in the 27B model, identified by its 46 layers."""
     size = metadata.get("gemma2.attention.key_length", 256)
     if metadata["gemma2.block_count"] == 46:
         size = metadata["gemma2.embedding_length"] // metadata["gemma2.attention.head_count"]
@@ -113,10 +117,13 @@ GEMMA2 = ModelSpec(("Gemma2ForCausalLM",), parse_gemma2, GEMMA2_GGUF)
 
 
 def parse_gemma3(hf: HfConfig) -> ModelConfig:
-    """Gemma 3, text only: norms before and after each part, q and k norms, five sliding-window
-    layers per global layer, which has a separate rope (arXiv:2503.19786)."""
+    """Parse the config of Gemma 3, text only: norms before and after attention and feed-forward, q
+    and k norms, five sliding-window layers per global layer, which has a separate rope
+    (arXiv:2503.19786)."""
     if hf.get("attn_logit_softcapping") is not None:  # transformers reads it and never applies it
-        raise UnsupportedModel("attn_logit_softcapping: Gemma 3 has no cap on attention scores")
+        raise UnsupportedModel(
+            "config field attn_logit_softcapping: Gemma 3 has no cap on attention scores"
+        )
     hf = gemma_defaults(hf)
     return _standard(
         hf,
@@ -129,7 +136,8 @@ def parse_gemma3(hf: HfConfig) -> ModelConfig:
 
 
 def gemma3_layers(hf: HfConfig) -> tuple[LayerConfig, ...]:
-    """Return the layers: every sixth is global, and only those have rope scaling."""
+    """Return the settings of Gemma 3's layers. By default every sixth layer is global, which means
+    without a sliding window; only global layers have rope scaling."""
     pattern = integer(hf, "sliding_window_pattern", integer(hf, "_sliding_window_pattern", 6))
     has_window = windowed(hf, [bool((n + 1) % pattern) for n in range(num_layers(hf))])
     size = head_dim(hf)
@@ -142,7 +150,8 @@ def gemma3_layers(hf: HfConfig) -> tuple[LayerConfig, ...]:
 
 
 def gemma3_gguf_config(metadata: Metadata) -> dict[str, Any]:
-    """Return config fields from GGUF metadata; 27B is identified by its 62 layers."""
+    """Return config.json's fields from Gemma 3's GGUF metadata. The query scale differs in the 27B
+    model, identified by its 62 layers."""
     size = metadata.get("gemma3.attention.key_length", 256)
     if metadata["gemma3.block_count"] == 62:
         size = metadata["gemma3.embedding_length"] // metadata["gemma3.attention.head_count"]

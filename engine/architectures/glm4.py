@@ -1,6 +1,5 @@
-"""GLM 4 of 2025 (GLM-4-0414): norms before and after each part, rope over neighbouring dims in
-half of each head, gate and up in one tensor.
-"""
+"""GLM 4 of 2025 (GLM-4-0414): norms before and after attention and feed-forward, rope over
+neighbouring dims in half of each head, gate and up in one tensor."""
 
 from pdserve.engine.checkpoints import RopeRows, View, fused
 from pdserve.engine.checkpoints.gguf import GgufMapping

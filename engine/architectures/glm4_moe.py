@@ -36,7 +36,8 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
-    """Return config fields from GGUF metadata, with llama.cpp's defaults for missing ones."""
+    """Return config.json's fields from GGUF metadata, with llama.cpp's defaults for missing
+    ones."""
     defaults = {"first_k_dense_replace": 0, "norm_topk_prob": False, "n_shared_experts": 0}
     config = defaults | expert_config(metadata, *GROUPED, scores="sigmoid")
     config["routed_scaling_factor"] = config.get("routed_scaling_factor") or 1.0  # 0: none

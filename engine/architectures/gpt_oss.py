@@ -64,8 +64,9 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def stored(config: ModelConfig) -> dict[str, View]:
-    """Return views of the experts. Gate and up are interleaved rows of one matrix, which files of
-    plain numbers store transposed; GGUF stores them separately."""
+    """Return views that find gpt-oss's router, sinks and experts in a checkpoint. Gate and up of an
+    expert are interleaved rows of one matrix, which files of plain numbers store transposed; GGUF
+    stores gate and up separately."""
     views: dict[str, View] = {}
     for n, layer in enumerate(config.layers):
         assert isinstance(layer.feed_forward, MixtureOfExperts)
@@ -91,8 +92,9 @@ def stored(config: ModelConfig) -> dict[str, View]:
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
-    """Return config fields from GGUF metadata, which omits the window layers and how rope's scaling
-    ends. A file without scaling fields has no scaling, as in llama.cpp."""
+    """Return config.json's fields from gpt-oss's GGUF metadata, which omits which layers have
+    windows and whether the ends of yarn's ramp are whole dims. A file without scaling fields has no
+    rope scaling, as in llama.cpp."""
     window = metadata.get("gpt-oss.attention.sliding_window")
     config = expert_config(metadata) | {"sliding_window": window}
     scaling = rope_scaling(metadata, {}) or {"rope_type": "default"}

@@ -12,7 +12,7 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
-    """Return the config of a Mixtral if the file has experts."""
+    """Return the config.json fields of a Mixtral if the GGUF file has experts, else none."""
     if not metadata.get("llama.expert_count"):
         return {}
     return {"architectures": ["MixtralForCausalLM"], **expert_config(metadata)}

@@ -1,6 +1,5 @@
-"""MiniMax M2: a mixture of experts on every layer, norms over all of q and of k, rope in part of
-each head.
-"""
+"""MiniMax M2: a mixture of experts on every layer, norms over all of q and over all of k, rope in
+part of each head."""
 
 from typing import Any
 

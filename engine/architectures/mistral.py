@@ -19,7 +19,8 @@ from pdserve.engine.models.spec import text_of
 
 
 def parse_mistral(hf: HfConfig) -> ModelConfig:
-    """Mistral 7B and later: Llama with a sliding window on every layer (arXiv:2310.06825)."""
+    """Parse the config of Mistral 7B and later: Llama with a sliding window on every layer
+    (arXiv:2310.06825)."""
     # Version 0.1 relies on the default of 4096; later ones write null for no window.
     return standard(hf, layers=plain_layers(hf, [sliding_window(hf, 4096)] * num_layers(hf)))
 
@@ -42,7 +43,8 @@ MISTRAL3 = text_of("Mistral3ForConditionalGeneration", MISTRAL, "mistral", MISTR
 
 
 def parse_mixtral(hf: HfConfig) -> ModelConfig:
-    """Mixtral: Mistral with a mixture of experts on every layer (arXiv:2401.04088)."""
+    """Parse the config of Mixtral: Mistral with a mixture of experts on every layer
+    (arXiv:2401.04088)."""
     hf = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, **hf}
     config = standard(hf, layers=plain_layers(hf, [sliding_window(hf)] * num_layers(hf)))
     mixture = MixtureOfExperts(num_experts(hf), config.ffn_size, routing(hf, normalized=True))

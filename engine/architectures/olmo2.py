@@ -1,4 +1,5 @@
-"""OLMo 2: norms after each part and none before, and over all of q and of k (arXiv:2501.00656)."""
+"""OLMo 2: norms after attention and feed-forward instead of before them, and norms over all of q
+and over all of k (arXiv:2501.00656)."""
 
 from pdserve.engine.checkpoints.gguf import GgufMapping
 from pdserve.engine.models import ModelConfig, ModelSpec, NormPlacement

@@ -1,4 +1,5 @@
-"""Phi 1 to 2: layer norms with biases, attention and a plain feed-forward in parallel."""
+"""Phi 1, 1.5 and 2: layer norms with biases, and attention in parallel with a feed-forward that has
+no gate."""
 
 from pdserve.engine.checkpoints import View, fused, renamed
 from pdserve.engine.checkpoints.gguf import GgufMapping
@@ -16,7 +17,9 @@ RENAMED = {
 
 def parse(hf: HfConfig) -> ModelConfig:
     if hf.get("qk_layernorm"):
-        raise UnsupportedModel("qk_layernorm: layer norms over q and k are not supported")
+        raise UnsupportedModel(
+            "config field qk_layernorm: layer norms over q and k are not supported"
+        )
     return standard(
         {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5, **hf},
         norms=NORMS,
@@ -33,7 +36,8 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def stored(config: ModelConfig) -> dict[str, View]:
-    """Return views under Phi's names; GGUF stores q, k and v in one tensor."""
+    """Return views that find the model's tensors under Phi's names; GGUF stores q, k and v in one
+    tensor."""
     views = renamed("model.", {"norm": "final_layernorm"})
     for n in range(config.num_layers):
         views |= renamed(f"model.layers.{n}.", RENAMED)

@@ -1,6 +1,5 @@
-"""Phi 3, 3.5 and 4 (not the MoE models): Llama with q, k and v in one tensor, gate and up in
-another (arXiv:2404.14219).
-"""
+"""Phi 3, 3.5 and 4 (not the MoE models): Llama with q, k and v stored in one tensor, gate and up in
+another (arXiv:2404.14219)."""
 
 from typing import Any
 

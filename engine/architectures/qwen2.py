@@ -24,7 +24,8 @@ from pdserve.engine.models.hf_config import (
 
 
 def upper_windows(hf: HfConfig) -> Sequence[int]:
-    """Return the window of each layer, by default set only from `max_window_layers` on."""
+    """Return the attention window of each layer in tokens: 0 without `use_sliding_window`; with it,
+    by default only the layers from `max_window_layers` on have a window."""
     count = num_layers(hf)
     if not hf.get("use_sliding_window", False):
         return [0] * count
@@ -33,8 +34,8 @@ def upper_windows(hf: HfConfig) -> Sequence[int]:
 
 
 def parse_dense(hf: HfConfig) -> ModelConfig:
-    """Qwen 2 and 2.5: Llama with biases on q, k and v, and an optional window on the upper
-    layers."""
+    """Parse the config of dense Qwen 2 and 2.5: Llama with biases on q, k and v, and an optional
+    window on the upper layers."""
     return standard(hf, qkv_bias=True, layers=plain_layers(hf, upper_windows(hf)))
 
 
@@ -42,7 +43,8 @@ QWEN2 = ModelSpec(("Qwen2ForCausalLM",), parse_dense, GgufMapping("qwen2"))
 
 
 def parse_moe(hf: HfConfig) -> ModelConfig:
-    """Qwen 1.5 and 2 with a mixture of experts and an always active expert (arXiv:2407.10671)."""
+    """Parse the config of Qwen 1.5 and 2 with a mixture of experts, plus one expert that is always
+    active (arXiv:2407.10671)."""
     window = sliding_window(hf, 4096) if hf.get("use_sliding_window") else 0
     last = integer(hf, "max_window_layers", 28, minimum=0)
     default = [n % 2 == 0 and n < last for n in range(num_layers(hf))]

@@ -24,13 +24,13 @@ from pdserve.engine.models.hf_config import (
 
 
 def parse_dense(hf: HfConfig) -> ModelConfig:
-    """Qwen 3, dense: RMS norms over the heads of q and k, no biases by default
+    """Parse the config of dense Qwen 3: RMS norms over the heads of q and k, no biases by default
     (arXiv:2505.09388)."""
     return with_windows(hf, upper_windows(hf))
 
 
 def with_windows(hf: HfConfig, windows: Sequence[int]) -> ModelConfig:
-    """Return Qwen 3's config with these windows, by layer."""
+    """Parse the config of Qwen 3 with the given attention windows, one for each layer."""
     size = integer(hf, "head_dim", 128)
     return standard(
         hf,
@@ -46,7 +46,7 @@ QWEN3 = ModelSpec(("Qwen3ForCausalLM",), parse_dense, GgufMapping("qwen3"))
 
 
 def parse_moe(hf: HfConfig) -> ModelConfig:
-    """Qwen 3 with a mixture of experts (arXiv:2505.09388)."""
+    """Parse the config of Qwen 3 with a mixture of experts (arXiv:2505.09388)."""
     mixture = MixtureOfExperts(
         num_experts(hf),
         integer(hf, "moe_intermediate_size"),

@@ -17,7 +17,8 @@ from pdserve.engine.models.hf_config import (
 
 
 def has_rope(hf: HfConfig) -> list[bool]:
-    """Return whether each layer has rope."""
+    """Return for each layer whether it has rope: from the field `no_rope_layers`, or else all
+    layers but every `no_rope_layer_interval`th."""
     flags, count = hf.get("no_rope_layers"), num_layers(hf)
     if flags is None:
         interval = integer(hf, "no_rope_layer_interval", 4)

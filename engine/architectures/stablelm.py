@@ -1,6 +1,5 @@
-"""StableLM 2 and 3B: layer norms, rope over a quarter of each head, optionally both parts of a
-layer in parallel (arXiv:2402.17834).
-"""
+"""StableLM 2 and 3B: layer norms, rope over a quarter of each head, optionally attention and
+feed-forward in parallel (arXiv:2402.17834)."""
 
 from typing import Any
 
@@ -12,7 +11,9 @@ from pdserve.engine.models.hf_config import HfConfig, positive, standard
 
 def parse(hf: HfConfig) -> ModelConfig:
     if hf.get("qk_layernorm"):
-        raise UnsupportedModel("qk_layernorm: layer norms over q and k are not supported")
+        raise UnsupportedModel(
+            "config field qk_layernorm: layer norms over q and k are not supported"
+        )
     parallel = bool(hf.get("use_parallel_residual", False))
     return standard(
         {"partial_rotary_factor": 0.25, **hf},

@@ -1,4 +1,5 @@
-"""Models as lists of parts, and the decoders that compute them."""
+"""Transformer models described as lists of parts (products, norms, attention), and the decoders
+that compute those parts."""
 
 from pdserve.engine.models.config import LayerConfig, ModelConfig, NormPlacement, UnsupportedModel
 from pdserve.engine.models.experts import MixtureOfExperts, stored_experts

@@ -1,4 +1,4 @@
-"""The configuration of a decoder-only transformer: its geometry and the points in which
+"""The configuration of a decoder-only transformer: its sizes, and the settings in which
 architectures differ.
 
 Plain data, made from a config.json by `ModelSpec.parse` and immutable afterwards.
@@ -17,32 +17,37 @@ class UnsupportedModel(ValueError):
 
 
 class FeedForward(Protocol):
-    """The feed-forward of a layer as a list of parts, which a mixture of experts replaces.
+    """The interface of a layer's feed-forward, which supplies the list of its parts. A mixture of
+    experts implements it.
 
     Implementations are frozen dataclasses: their fields are part of the model's configuration.
     """
 
     def parts(self, config: "ModelConfig", prefix: str) -> tuple[Part, ...]:
-        """Return parts that map [tokens, hidden] to itself; tensor names begin with `prefix`."""
+        """Return the parts that compute the feed-forward, [tokens, hidden] to [tokens, hidden]. The
+        names of their tensors begin with `prefix`."""
 
 
 class Latent(Protocol):
-    """Attention over one vector per token, which every head reads as its key and its value.
+    """The interface of latent attention, which caches one vector per token; every head reads that
+    vector as its key and its value.
 
-    Implementations are frozen dataclasses, like those of FeedForward.
+    Implementations are frozen dataclasses: their fields are part of the model's configuration.
     """
 
     @property
     def value_dim(self) -> int:
-        """Number of values in a head's result."""
+        """Number of values in one head's attention result."""
 
     def parts(self, config: "ModelConfig", n: int) -> tuple[Part, ...]:
-        """Return the parts of layer n, from the normed stream to the results of all heads."""
+        """Return the parts of layer n's attention, which map the normed residual stream to the
+        results of all heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """The settings that may differ from layer to layer."""
+    """The settings of one layer that may differ from layer to layer: rope, attention window and
+    feed-forward."""
 
     rope: RopeConfig | None  # None: no position encoding
     window: int = 0  # number of keys that a token sees, including itself; 0: all
@@ -51,7 +56,8 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class NormPlacement:
-    """Tensor names of a layer's norms; None: no norm at that place."""
+    """Where a layer has norms, before and after attention and feed-forward: the tensor name of each
+    norm, None for no norm."""
 
     attn_in: str | None = None
     attn_out: str | None = None  # before the residual is added
@@ -101,7 +107,8 @@ class ModelConfig:
         return len(self.layers)
 
     def kv_groups(self, kv_dtype: str) -> tuple[LayerGroup, ...]:
-        """Group the layers by window; layers that see everything come first."""
+        """Group the layers by attention window, one group of the KV cache for each window size;
+        layers without a window come first."""
         full: Kind = "latent" if self.latent else "full"
         windows = sorted({layer.window for layer in self.layers})
         return tuple(

@@ -1,4 +1,4 @@
-"""The decoder on torch, which runs the list of parts of any architecture one after the other.
+"""The decoder on torch, which computes the parts of any architecture one after the other.
 
 Owns the weights, which never change; keys and values belong to the KvCache of the caller.
 """
@@ -30,10 +30,11 @@ from pdserve.kernels import reference
 
 
 class Decoder:
-    """A decoder-only transformer on one device, computing in one dtype.
+    """A decoder-only transformer on torch, on one device, computing in one dtype.
 
-    `weights` is called once for each name of `tensor_shapes(config)`; plain numbers of `dtype` are
-    held on `device`, everything else is expanded at each use.
+    `weights` returns a stored weight by name and is called once for each name of
+    `tensor_shapes(config)`. Weights stored as plain numbers of `dtype` are held on `device`; all
+    others are expanded at each use.
     """
 
     def __init__(
@@ -69,11 +70,11 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, host_batch: Batch[Ints], kv: KvCache) -> Tensor:
-        """Write the KV of batch's tokens; return final hidden states [len(batch.logit_tokens),
-        hidden].
+        """Compute one step: write the keys and values of the batch's tokens to the cache, and
+        return the final hidden states [len(batch.logit_tokens), hidden].
 
-        With `batch.kv_only` the last layer stops after its keys and values, and the result is
-        empty.
+        With `batch.kv_only` the last layer stops after its keys and values, and the result has no
+        rows.
         """
         batch = on(host_batch, self._device)
         for rope in self._ropes.values():
@@ -91,8 +92,8 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits, float32 [n, vocab], of the states that `forward` returned, or of a
-        slice of them: all can need much memory."""
+        """Return the logits, float32 [n, vocab], of hidden states that `forward` returned. Pass a
+        slice of the states where the logits of all would need too much memory."""
         weight = expand(self._head, self.dtype, self._device)
         logits = reference.linear(hidden, weight, self._head_bias).float()
         if self.config.logit_scale != 1:
@@ -101,13 +102,13 @@ class Decoder:
         return torch.tanh(logits / cap).mul_(cap) if cap else logits
 
     def states(self, hidden: Tensor) -> NDArray[np.float32]:
-        """Return the states that `forward` returned, float32 [n, hidden], in host memory."""
+        """Copy hidden states that `forward` returned to host memory, as float32 [n, hidden]."""
         states: NDArray[np.float32] = hidden.float().cpu().numpy()
         return states
 
 
 class _Layer:
-    """Runs the parts of layer n over the residual stream."""
+    """One layer of the decoder: runs the layer's parts over the residual stream."""
 
     def __init__(self, config: ModelConfig, n: int, setup: Setup) -> None:
         parts = layer_parts(config, n)
@@ -117,7 +118,8 @@ class _Layer:
         self._num_kv_parts = 1 + next(i for i, p in enumerate(parts) if isinstance(p, Attention))
 
     def __call__(self, stream: Tensor, step: LayerStep) -> Tensor:
-        """Return the stream [tokens, hidden] after this layer; meaningless with `step.kv_only`."""
+        """Return the residual stream [tokens, hidden] after this layer. With `step.kv_only` the
+        layer only stores keys and values, and the result is meaningless."""
         x = held = stream
         for part in self._parts[: self._num_kv_parts] if step.kv_only else self._parts:
             match part:
@@ -131,7 +133,7 @@ class _Layer:
 
 
 def on(batch: Batch[Ints], device: torch.device | str) -> Batch[Tensor]:
-    """Return the batch with its arrays as tensors on a device."""
+    """Copy a batch's arrays to a device, as tensors."""
 
     def tensor(array: Ints) -> Tensor:
         return torch.from_numpy(array).to(device)

@@ -1,4 +1,4 @@
-"""The feed-forward of a mixture of experts, under the tensor names that most releases have."""
+"""The feed-forward of a mixture of experts. Its tensors have the names that most releases use."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # Mixtral's n
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
-    """A mixture of experts; implements FeedForward of config.py."""
+    """The settings of a mixture of experts; implements FeedForward of config.py."""
 
     num_experts: int
     size: int  # width of an expert's hidden layer
@@ -57,9 +57,9 @@ class MixtureOfExperts:
 
 
 def stored_experts(config: "ModelConfig") -> dict[str, View]:
-    """Return views for checkpoints that store experts under other names than those above: Mixtral's
-    names, Qwen 2's names, and tensors that hold all experts of a layer, with gate above up in one
-    tensor or each in a separate one."""
+    """Return views that find the experts' tensors in checkpoints with other names or layouts:
+    Mixtral's names, Qwen 2's names, and stacks of all experts of a layer, in which gate and up
+    share a tensor (gate first) or have one each."""
     views: dict[str, View] = {}
     for n, layer in enumerate(config.layers):
         if not isinstance(layer.feed_forward, MixtureOfExperts):

@@ -1,4 +1,5 @@
-"""Names the computation behind a KV cache, so that KV is never mixed across weights or numerics."""
+"""Names the computation that produced a KV cache, so that keys and values of different weights or
+numerics are never mixed."""
 
 import hashlib
 import json
@@ -13,17 +14,18 @@ from pdserve.engine.models.rope import for_context
 
 
 def numerics_id(kernels: str, kv_dtype: str, weights: str) -> str:
-    """Join kernels (with version, ISA class, compute dtype), KV dtype, tensor-parallel size,
-    expansion.
+    """Return an id of how a model computes: its kernels (with version, instruction set, compute
+    dtype), KV dtype, tensor-parallel size and weight expansion.
 
-    Within one id, the same inputs give the same floats as far as the kernels promise it.
+    Engines with the same id compute the same floats from the same inputs, as far as the kernels
+    promise it.
     """
     return f"{kernels}/{kv_dtype}/tp1/{weights}"
 
 
 def configuration_digest(config: ModelConfig, pooling: str = "") -> str:
-    """Return the hex digest of a ModelConfig's fields except its context length, on which only rope
-    depends, and of an embedding model's pooling.
+    """Return the hex digest of a ModelConfig, and of an embedding model's pooling. The context
+    length counts only where rope depends on it.
 
     Floats count as float32, since GGUF stores a config.json's decimals as float32.
     """
@@ -51,8 +53,8 @@ def _as_float32(value: Any) -> Any:
 
 
 def kv_identity(card: CardData, kv_dtype: str, numerics: str) -> KvIdentity:
-    """Return the identity of a KV cache. Its digest is equal only if KV may be shared, so an
-    override that changes KV must be part of it."""
+    """Return the identity of a model's KV cache. Digests are equal only if the caches may share
+    keys and values, so an override of the config that changes them must be part of the digest."""
     parts = [card.weights_digest, card.quantization, card.config_digest, kv_dtype, numerics]
     return KvIdentity(
         digest=hashlib.sha256(json.dumps(["pdserve kv", *parts]).encode()).digest()[:16],

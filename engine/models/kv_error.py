@@ -1,4 +1,5 @@
-"""An estimate of the error that 8-bit keys cause in a model, before it computes anything."""
+"""Estimates, before a model computes anything, how much storing its keys in 8 bits would change its
+attention scores."""
 
 from collections.abc import Callable
 
@@ -14,8 +15,8 @@ LARGEST_ERROR = 0.05  # of a score: attention weights, its exponential, then cha
 
 
 def int8_warning(config: ModelConfig, vector: Callable[[str], Floats]) -> str:
-    """Return the warning for a model that is served with 8-bit keys; empty if there is none.
-    `vector` returns biases by name."""
+    """Return a warning about the accuracy of a model that is served with 8-bit keys; empty if none
+    is needed. `vector` returns a bias by its tensor name."""
     if config.latent:
         return (
             f"{config.architecture} caches one vector per token, so its rope dims and its "
@@ -31,12 +32,13 @@ def int8_warning(config: ModelConfig, vector: Callable[[str], Floats]) -> str:
 
 
 def int8_score_error(config: ModelConfig, vector: Callable[[str], Floats]) -> float:
-    """Return the standard deviation of the error of attention scores with 8-bit keys, in the worst
-    head.
+    """Return the estimated standard deviation of the error of attention scores with 8-bit keys, in
+    the worst head of the model.
 
-    A key has one scale over its head, so a large bias makes all its steps coarse. A query is
-    assumed to be its bias plus a value of size 1 in each dim. `vector` returns biases by name. The
-    result is 0 if nothing is known: no bias, or a norm after it.
+    The values of a head's key share one scale, so a large bias makes the rounding steps of all of
+    them coarse. A query is assumed to be its bias plus a value of size 1 in each dim. `vector`
+    returns a bias by its tensor name. The result is 0 if there is nothing to estimate from: no
+    biases, or norms after them.
     """
     worst = 0.0
     for n in range(config.num_layers):

@@ -1,9 +1,10 @@
-"""Latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1): the cache has one vector per token, of
-which every head's key and value are projections.
+"""Latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1): the cache has one vector per token, and
+every head's key and value are projections of that vector.
 
-The projections are absorbed: queries go through the projection of keys, results through that of
-values, so all heads attend over the vectors themselves, in prefill and in decode. A cached vector
-is [part with rope | latent], the reverse of the order in checkpoints; so is a query head.
+The projections are absorbed: queries are multiplied by the projection of keys and results by that
+of values, so that all heads attend over the cached vectors themselves, in prefill and in decode. A
+cached vector is [part with rope | latent], the reverse of the order in checkpoints; so is a query
+head.
 """
 
 from dataclasses import dataclass
@@ -29,8 +30,8 @@ NORM_EPS = 1e-6  # of both norms here, as in transformers, whatever the other no
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Latent attention; implements Latent of config.py. Sizes are of one head; each comment names
-    the field in config.json."""
+    """The settings of latent attention; implements Latent of config.py. Sizes are of one head; each
+    comment names the field in config.json."""
 
     q_rank: int  # q_lora_rank: rank of the queries' product; 0: one full matrix
     kv_rank: int  # kv_lora_rank: values of the latent part
@@ -41,7 +42,7 @@ class LatentAttention:
 
     @property
     def kv_dim(self) -> int:
-        """Number of values cached per token."""
+        """Number of values cached per token in each layer."""
         return self.rope_dim + self.kv_rank
 
     @property
@@ -89,8 +90,9 @@ class LatentAttention:
         )
 
     def stored(self, config: "ModelConfig") -> dict[str, View]:
-        """Return views that reorder rows, which checkpoints store with rope's rows last, and that
-        split k_b and v_b, which all formats except GGUF store as one matrix, head by head."""
+        """Return views that put rope's rows first in each head, which checkpoints store last, and
+        that split k_b and v_b, which all formats except GGUF store as one matrix, the k rows of
+        each head before its v rows."""
         views: dict[str, View] = {}
         heads, nope = config.num_heads, self.nope_dim
         queries = self._rope_first(heads, nope)
@@ -109,7 +111,8 @@ class LatentAttention:
         return views
 
     def _rope_first(self, heads: int, num_others: int) -> RopeRows:
-        """Return the view that puts rope's rows before the `num_others` other rows of each head."""
+        """Return the reordering that puts rope's rows before the `num_others` other rows of each
+        head."""
         return RopeRows(
             heads, num_others + self.rope_dim, self.rope_dim, num_others, self.interleaved
         )

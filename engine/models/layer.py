@@ -1,7 +1,7 @@
-"""The only description of a model's layers: which parts, in which order, on which tensors.
+"""The only description of a model's layers: which parts, in which order, with which tensors.
 
-Loading, the torch decoder and the native decoder read it. No other module knows the names of a
-layer's tensors, except architectures/ where a name differs, and the names in GGUF files.
+Weight loading and all decoders read it. No other module knows the names of a layer's tensors,
+except engine/architectures where checkpoints use other names, and the names in GGUF files.
 """
 
 from collections.abc import Iterator
@@ -87,33 +87,37 @@ def layer_parts(config: ModelConfig, n: int) -> tuple[Part, ...]:
 
 
 def qkv_sizes(config: ModelConfig) -> dict[str, int]:
-    """Return the number of rows of the matrices of q, k and v, by name."""
+    """Return the number of rows of the matrices that make queries, keys and values, by module
+    name."""
     kv_size = config.num_kv_heads * config.head_dim
     q_size = config.num_heads * config.head_dim
     return {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
 
 
 def linear(prefix: str, outputs: dict[str, int], inputs: int, has_bias: bool = False) -> Linear:
-    """Return the product with matrices [outputs, inputs]; `outputs` is by name of their modules."""
+    """Return the part that multiplies by one or several matrices [outputs, inputs]; `outputs` maps
+    the name of each matrix's module to its number of rows."""
     weights = (TensorSpec(f"{prefix}{name}.weight", (n, inputs)) for name, n in outputs.items())
     biases = (TensorSpec(f"{prefix}{name}.bias", (n,)) for name, n in outputs.items())
     return Linear(tuple(weights), tuple(biases) if has_bias else ())
 
 
 def final_norm(config: ModelConfig) -> Norm | LayerNorm:
-    """Return the norm between the last layer and the head."""
+    """Return the norm between the last layer and the head, which makes logits."""
     return _norm(config, FINAL_NORM)
 
 
 def head(config: ModelConfig) -> Linear:
-    """Return the product that makes logits; with a tied head its matrix is the embedding."""
+    """Return the product that turns hidden states into logits; if the head is tied, its matrix is
+    the embedding."""
     bias = (TensorSpec(HEAD_BIAS, (config.vocab_size,)),) if config.head_bias else ()
     name = EMBEDDING if config.tied_head else HEAD
     return Linear((TensorSpec(name, (config.vocab_size, config.hidden_size)),), bias)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the tensors that a decoder of `config` loads, with shapes, in the order of loading."""
+    """Return the names and shapes of the tensors that a decoder of `config` loads, in the order of
+    loading."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     layers = (part for n in range(config.num_layers) for part in layer_parts(config, n))
     for part in (*layers, final_norm(config), head(config)):
@@ -131,7 +135,8 @@ def _norm(config: ModelConfig, name: str) -> Norm | LayerNorm:
 
 
 def _mlp(config: ModelConfig, prefix: str) -> tuple[Part, ...]:
-    """Return the parts of down(activation(gate x) * up x), or of down(activation(up x))."""
+    """Return the parts of a dense feed-forward: down(activation(gate x) * up x) if gated, else
+    down(activation(up x))."""
     mlp, hidden, size, bias = prefix + "mlp.", config.hidden_size, config.ffn_size, config.ffn_bias
     inputs = {"gate_proj": size, "up_proj": size} if config.gated else {"up_proj": size}
     return (

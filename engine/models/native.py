@@ -1,6 +1,7 @@
-"""The decoder on the native CPU kernels: any ModelConfig, a whole step in two calls.
+"""The decoder on the native CPU kernels, for any ModelConfig. A step is two native calls: one for
+the hidden states, one for the logits.
 
-Owns the packed weights. Keys are stored as [head_dim, block_size] within a block of its KV cache.
+Owns the packed weights. The KV cache holds the keys of a block as [head_dim, block_size].
 """
 
 import logging
@@ -49,7 +50,8 @@ NativePart = tuple[str, dict[str, object]]  # kind and fields, in the form of th
 
 
 class NativeDecoder:
-    """The counterpart of `Decoder` on packed weights; `weights` returns stored tensors."""
+    """A decoder-only transformer on the native CPU kernels, with the methods of `Decoder`;
+    `weights` returns a stored weight by name."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, kernels: CpuKernels, kv_dtype: str
@@ -88,10 +90,16 @@ class NativeDecoder:
         )
         self._logits = np.empty((0, config.vocab_size), np.float32)
         for format, count in self._expanded.items():
-            log.warning("%d weights of format %s are kept as float32", count, format)
+            log.warning(
+                "%d weights of format %s are kept as float32: "
+                "the native kernels cannot pack them as stored",
+                count,
+                format,
+            )
 
     def forward(self, batch: Batch[Ints], kv: KvCache) -> Floats:
-        """Run Decoder.forward's step in float32. Raises ValueError for an index out of range."""
+        """Compute one step in float32 like Decoder.forward. Raises ValueError for an index out of
+        range."""
         if kv is not self._kv:
             self._attach(kv)
         self._reserve_positions(max(batch.kv_lens))
@@ -108,11 +116,13 @@ class NativeDecoder:
 
     @property
     def shares(self) -> int:
-        """Threads that computed separate rows through all layers in the last step; 0: none did."""
+        """Number of threads that each computed separate rows through all layers in the last step; 0
+        if the step was not divided in this way."""
         return self._stack.shares
 
     def logits(self, hidden: Floats) -> Floats:
-        """Return logits like Decoder.logits; the next call reuses the memory."""
+        """Return the logits of hidden states, float32 [n, vocab], in memory that the next call
+        reuses."""
         if len(hidden) > len(self._logits):
             self._logits = np.empty((len(hidden), self.config.vocab_size), np.float32)
         out = self._logits[: len(hidden)]
@@ -120,7 +130,7 @@ class NativeDecoder:
         return out
 
     def states(self, hidden: Floats) -> Floats:
-        """Return the states like Decoder.states; they are already in host memory."""
+        """Return hidden states unchanged, because they are already in host memory."""
         return hidden
 
     def _attach(self, kv: KvCache) -> None:
@@ -147,7 +157,8 @@ class NativeDecoder:
         )
 
     def _fields(self, part: Part, weights: Weights, group: int) -> list[NativePart]:
-        """Convert a part to the form of the native stack. Raises UnsupportedModel."""
+        """Load a part's weights and describe it to the native kernels as (kind, fields) pairs.
+        Raises UnsupportedModel for a part that they cannot compute."""
         match part:
             case Norm():
                 return [("norm", _norm(part, part.weight, weights))]
@@ -200,8 +211,8 @@ class NativeDecoder:
         )
 
     def _linear(self, part: Linear, weights: Weights) -> list[NativePart]:
-        """Convert a product; if the columns of the first weight are stored in another order,
-        reorder the input of all weights to match."""
+        """Describe a product to the native kernels. If the columns of the first weight are stored
+        in another order, reorder the input and the other weights to match."""
         names = [spec.name for spec in part.weights]
         first = weights(names[0])
         matrices = [self._pack(names[0], first, first.columns)]
@@ -214,8 +225,8 @@ class NativeDecoder:
         )
 
     def _head_linear(self, part: HeadLinear, weights: Weights) -> list[NativePart]:
-        """Convert a product per head; if the columns of all heads are stored in another order,
-        reorder the input of each head to match."""
+        """Describe a product per head to the native kernels. If the columns of the matrices are
+        stored in another order, reorder the input of each head to match."""
         raw = weights(part.weight.name)
         stack = [raw.matrix(n) for n in range(raw.shape[0])] if len(raw.shape) > 2 else [raw]
         matrices = [self._pack(part.weight.name, matrix, raw.columns) for matrix in stack]
@@ -228,7 +239,8 @@ class NativeDecoder:
         return [("reorder", {"order": np.concatenate((order, rest))}), linear]
 
     def _experts(self, part: Experts, weights: Weights) -> dict[str, object]:
-        """Convert a mixture of experts; load the tensors in the order of the part."""
+        """Return the fields that describe a mixture of experts to the native kernels, with its
+        weights loaded in the order of the part's fields."""
 
         def router(spec: TensorSpec) -> _native.Matrix:  # choices need full precision
             return self._pack(spec.name, as_plain(weights(spec.name), "F32"))
@@ -258,7 +270,8 @@ class NativeDecoder:
         if part.shared:
             if part.shared.gate_up.biases or part.shared.down.biases:
                 raise UnsupportedModel(
-                    "the native kernels do not support biases of a shared expert"
+                    "the native kernels do not support biases of a shared expert; "
+                    "use --kernels reference"
                 )
             shared = [*packed(part.shared.gate_up)[0], *packed(part.shared.down)[0]]
         routing = part.routing
@@ -285,9 +298,9 @@ class NativeDecoder:
     def _pack(
         self, name: str, raw: RawTensor, columns: NDArray[np.int64] | None = None
     ) -> "_native.Matrix":
-        """Pack a tensor for an input whose values are in the order of `columns`. A tensor that no
-        kernel can read as stored is expanded to float32. Raises UnsupportedModel for values that no
-        kernel supports."""
+        """Pack a stored weight for an input whose values are in the order of `columns`. A weight
+        that the kernels cannot read as stored is expanded to float32. Raises UnsupportedModel for
+        values that the kernels do not support."""
         if raw.format not in PLAIN:
             raw = formats()[raw.format].packable(raw)
         if raw.format in GROUPED and fits_groups(raw) and same_order(raw.columns, columns):
@@ -299,7 +312,11 @@ class NativeDecoder:
             (data,) = raw.parts.values()
             return self._kernels.pack(data, raw.format, *raw.shape)
         if not self._expanded[raw.format]:
-            log.warning("tensor %s cannot be packed as %s; it is kept as float32", name, raw.format)
+            log.warning(
+                "tensor %s cannot be packed as %s by the native kernels; it is kept as float32",
+                name,
+                raw.format,
+            )
         self._expanded[raw.format] += 1
         if raw.format in GROUPED and not has_finite_scales(raw):
             raise UnsupportedModel(f"tensor {name}: a scale is infinite or NaN")
@@ -308,7 +325,8 @@ class NativeDecoder:
 
 
 def fits_groups(raw: RawTensor) -> bool:
-    """Return whether the kernels support the tensor's group sizes."""
+    """Return whether the native kernels support a weight's group sizes, the numbers of columns that
+    share a scale."""
     width = raw.shape[1] // raw.parts[SCALES].shape[1]
     if raw.format == "INT8" and width == 16 and ZEROS not in raw.parts:
         return raw.shape[1] % 32 == 0
@@ -323,5 +341,6 @@ def has_finite_scales(raw: RawTensor) -> bool:
 
 
 def _norm(part: Norm | HeadNorm, spec: TensorSpec, weights: Weights) -> dict[str, object]:
-    """Return a norm's weight, float32 with the architecture's offset added, and its eps."""
+    """Return the fields of a native norm: the weight as float32 with the architecture's offset
+    added, and eps."""
     return {"weight": unpack(weights(spec.name)) + np.float32(part.offset), "eps": part.eps}

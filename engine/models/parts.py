@@ -1,8 +1,9 @@
 """The kinds of parts that a layer is made of: plain data that every backend computes.
 
-A layer has the residual stream and one value x, both [tokens, hidden]; at its start x is the
-stream. Its parts change x one after the other; `Add` adds x to the stream and continues with the
-sum. To add a kind, subclass `Part` and write what computes it (engine/models/torch_parts.py).
+A layer has the residual stream and one value x, both [tokens, hidden]; at the start of the layer x
+is the stream. The parts change x one after the other; `Add` adds x to the stream, and x becomes the
+sum. To add a kind, subclass `Part` and write the code that computes it
+(engine/models/torch_parts.py).
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ Gating = Activation | Literal["swiglu_oai"]  # of a gate and the gated values; t
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor that a part loads."""
+    """The name and shape of a tensor that a part loads."""
 
     name: str  # Hugging Face's name
     shape: tuple[int, ...]
@@ -25,7 +26,8 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How a row is divided: `q` heads of queries, then `kv` of keys and `kv` of values."""
+    """How a row of x is divided into heads of `dim` values: `q` query heads, then `kv` key heads
+    and `kv` value heads."""
 
     q: int
     kv: int
@@ -34,10 +36,10 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One operation of a layer."""
+    """One operation of a layer; the base class of all kinds of parts."""
 
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the tensors of all fields, in the order in which they are loaded."""
+        """Return the tensors in all fields of the part, in the order in which they are loaded."""
         return tuple(
             tensor for field in fields(self) for tensor in _tensors(getattr(self, field.name))
         )
@@ -65,7 +67,7 @@ class Norm(Part):
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm(Part):
-    """(x - mean) / deviation over the last dim, times weight, plus bias."""
+    """Layer norm: (x - mean) / deviation over the last dim, times weight, plus bias."""
 
     weight: TensorSpec
     bias: TensorSpec | None
@@ -74,7 +76,8 @@ class LayerNorm(Part):
 
 @dataclass(frozen=True, slots=True)
 class Linear(Part):
-    """Products with several matrices over the same x, side by side; biases for all or for none."""
+    """Products of the same x with several matrices, side by side; biases for all matrices or for
+    none."""
 
     weights: tuple[TensorSpec, ...]
     biases: tuple[TensorSpec, ...] = ()
@@ -82,7 +85,7 @@ class Linear(Part):
 
 @dataclass(frozen=True, slots=True)
 class SliceNorm(Part):
-    """RMS norm over the values of x from `begin`, as many as the weight has."""
+    """RMS norm of a slice of x: the values from `begin` on, as many as the weight has."""
 
     weight: TensorSpec
     begin: int
@@ -105,8 +108,8 @@ class HeadLinear(Part):
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm(Part):
-    """RMS norm over each head of q and of k, or over all heads of one as a row, times weight +
-    offset. The length of a weight is the length of one normed slice."""
+    """RMS norm of q and of k, times weight + offset, over each head or over all heads as one row.
+    The length of the weight is the number of values that are normed together."""
 
     heads: Heads
     q: TensorSpec
@@ -117,7 +120,8 @@ class HeadNorm(Part):
 
 @dataclass(frozen=True, slots=True)
 class Rope(Part):
-    """Rotates the heads of q and k by their position; the first begins at value `begin` of x."""
+    """Rotary position embedding: rotates the heads of q and k by their position. The first head
+    begins at column `begin` of x."""
 
     heads: Heads
     config: RopeConfig
@@ -126,11 +130,13 @@ class Rope(Part):
 
 @dataclass(frozen=True, slots=True)
 class Attention(Part):
-    """Stores k and v, and attends over the keys in the cache; x becomes [tokens, q heads * dim].
+    """Stores new keys and values in the cache and attends over all cached keys; x becomes [tokens,
+    q heads * dim].
 
     A sink is a score in the softmax of a query head that belongs to no key. Latent attention stores
-    keys only, whose last values are the value, and x becomes [tokens, q heads * latent]
-    (DeepSeek-V2, arXiv:2405.04434, 2.1, with the up-projections of keys and values outside).
+    keys only; the last `latent` values of a key are also its value, and x becomes [tokens, q heads
+    * latent] (DeepSeek-V2, arXiv:2405.04434, 2.1, with the up-projections of keys and values as
+    separate parts).
     """
 
     heads: Heads
@@ -143,46 +149,48 @@ class Attention(Part):
 
 @dataclass(frozen=True, slots=True)
 class Gate(Part):
-    """activation(first half of x) * second half."""
+    """Gated activation: activation(first half of x) * second half of x."""
 
     activation: Activation
 
 
 @dataclass(frozen=True, slots=True)
 class Activate(Part):
-    """activation(x)."""
+    """The activation function of x, elementwise."""
 
     activation: Activation
 
 
 @dataclass(frozen=True, slots=True)
 class Scale(Part):
-    """x times a number."""
+    """Multiplies x by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Hold(Part):
-    """Keeps x for the next Add; x becomes the unchanged residual stream."""
+    """Sets x aside for the next Add; x becomes the unchanged residual stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Add(Part):
-    """Adds x to the residual stream, plus the held value if `held`; x is then the stream."""
+    """Adds x to the residual stream, plus the value that Hold set aside if `held`; x becomes the
+    sum."""
 
     held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRouting:
-    """Which experts a token goes to, by its router logits, and their weights in the sum.
+    """The rule that chooses each token's experts from its router logits, and their weights in the
+    sum.
 
-    Scores are the softmax or the sigmoid of all logits. The experts with the `top_k` best sums of
-    score and correction are chosen; ties go to the first. If experts are in groups, only those of
-    the `kept_groups` best groups take part, and a group's quality is the sum of its `group_best`
-    best sums. An expert's weight is its score: divided by the sum of the chosen experts' scores if
-    `normalized`, times `scale`.
+    Scores are the softmax or the sigmoid of all logits. An expert's rank is its score plus its
+    correction. The `top_k` experts of highest rank are chosen; ties go to the first. If experts are
+    in groups, only those of the `kept_groups` best groups take part; a group's quality is the sum
+    of its `group_best` highest ranks. The weight of a chosen expert is its score, divided by the
+    sum of the chosen experts' scores if `normalized`, times `scale`.
     """
 
     top_k: int
@@ -196,7 +204,7 @@ class ExpertRouting:
 
 @dataclass(frozen=True, slots=True)
 class Expert(Part):
-    """A gated MLP: gate and up, then down."""
+    """One expert, a gated MLP: the products of gate and up, then the product of down."""
 
     gate_up: Linear
     down: Linear
@@ -204,10 +212,11 @@ class Expert(Part):
 
 @dataclass(frozen=True, slots=True)
 class Experts(Part):
-    """A mixture of experts: the weighted sum of the chosen experts' results, in the order of the
-    experts, plus the shared expert's result, itself times the sigmoid of its gate if it has one.
+    """A mixture of experts: the weighted sum of the results of each token's chosen experts, in the
+    order of the experts, plus the shared expert's result, if there is a shared expert. If it has a
+    gate, its result is multiplied by the sigmoid of that gate.
 
-    The router computes in float32, with its weights as they are held.
+    The router computes in float32.
     """
 
     router: TensorSpec  # [experts, hidden]

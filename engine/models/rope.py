@@ -1,4 +1,5 @@
-"""Rotary position embedding: its settings, and tables of cosines and sines that grow.
+"""Rotary position embedding: its settings, and tables of cosines and sines that grow when a longer
+text needs more positions.
 
 Tables are computed in float64 and rounded once, so that every machine has the same ones.
 """
@@ -18,7 +19,7 @@ _FIRST_LEN = 2048  # positions of the first table
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding of a layer (RoFormer, arXiv:2104.09864) and its scaling.
+    """The rotary position embedding (rope) of a layer (RoFormer, arXiv:2104.09864) and its scaling.
 
     Kinds: `default`; `linear` (positions / factor); `llama3` (Llama 3.1's smoothed factor); `yarn`
     (arXiv:2309.00071); `factors` (a divisor per frequency, like GGUF's rope_freqs.weight). Two
@@ -43,7 +44,8 @@ class RopeConfig:
 
 
 def for_context(rope: RopeConfig, context_len: int) -> RopeConfig:
-    """Return the settings for contexts of `context_len` tokens, as a kind independent of it."""
+    """Return settings whose kind no longer depends on the context: for contexts of `context_len`
+    tokens, longrope becomes `factors` and dynamic becomes `default`; other kinds are unchanged."""
     is_long = context_len > rope.original_context_len
     if rope.kind == "longrope":
         factors = rope.long_factors if is_long else rope.factors
@@ -57,7 +59,8 @@ def for_context(rope: RopeConfig, context_len: int) -> RopeConfig:
 
 
 def inverse_frequencies(rope: RopeConfig) -> Floats:
-    """Return radians per position, float32 [rotary_dim / 2]; RopeConfig describes the kinds."""
+    """Return the radians by which each pair of dims rotates per position, float32 [rotary_dim / 2];
+    RopeConfig describes the kinds. Raises ValueError for a kind that depends on the context."""
     exponent = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
     powers: Any = np.power(rope.theta, exponent.astype(np.float64))
     plain: Floats = np.float32(1) / powers.astype(np.float32)
@@ -73,11 +76,15 @@ def inverse_frequencies(rope: RopeConfig) -> Floats:
             return _llama3(plain, rope)
         case "yarn":
             return _yarn(plain, rope)
-    raise ValueError(f"rope kind {rope.kind!r}")
+    raise ValueError(
+        f"rope kind {rope.kind!r} has no frequencies: expected default, linear, factors, llama3 "
+        "or yarn"
+    )
 
 
 def _llama3(plain: Floats, rope: RopeConfig) -> Floats:
-    """Divide long waves by the factor, keep short ones, and interpolate between."""
+    """Scale frequencies like Llama 3.1: divide those of long waves by the factor, keep those of
+    short waves, and interpolate between."""
     turns = np.float32(rope.original_context_len) * plain / np.float32(2 * math.pi)
     low, high = rope.low_freq_factor, rope.high_freq_factor
     keep = ((turns - np.float32(low)) / np.float32(high - low)).clip(0, 1)
@@ -85,8 +92,9 @@ def _llama3(plain: Floats, rope: RopeConfig) -> Floats:
 
 
 def _yarn(plain: Floats, rope: RopeConfig) -> Floats:
-    """Keep dims that turn more than beta_fast times over the original context, divide those that
-    turn less than beta_slow times by the factor, with a linear ramp between."""
+    """Scale frequencies like yarn: keep dims that turn more than beta_fast times over the original
+    context, divide those that turn less than beta_slow times by the factor, with a linear ramp
+    between."""
 
     def dim_that_turns(times: float) -> float:
         turns_of_last = math.log(rope.original_context_len / (times * 2 * math.pi))
@@ -103,13 +111,13 @@ def _yarn(plain: Floats, rope: RopeConfig) -> Floats:
 
 
 def _mixed(keep: Any, plain: Floats, rope: RopeConfig) -> Floats:
-    """Keep the share `keep` of each frequency and divide the rest by the factor."""
+    """Return the frequencies keep * plain + (1 - keep) * plain / factor."""
     mixed: Floats = keep * plain + (1 - keep) * plain / np.float32(rope.factor)
     return mixed
 
 
 class RopeTable:
-    """cos and sin of one RopeConfig, float32 [positions, rotary_dim / 2]."""
+    """The tables of cos and sin of one RopeConfig, float32 [positions, rotary_dim / 2]."""
 
     def __init__(self, rope: RopeConfig, context_len: int) -> None:
         self._frequencies = inverse_frequencies(for_context(rope, context_len))
@@ -120,7 +128,7 @@ class RopeTable:
         self.reserve(min(_FIRST_LEN, context_len))
 
     def reserve(self, num_positions: int) -> None:
-        """Make the tables hold positions [0, num_positions)."""
+        """Extend the tables, if necessary, to hold at least positions [0, num_positions)."""
         current_len = len(self.cos)
         if num_positions <= current_len:
             return

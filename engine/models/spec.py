@@ -1,9 +1,10 @@
-"""The description of an architecture for the rest of the engine: how to read its config, and its
-names in checkpoints. The modules of engine/architectures define them.
+"""The description of an architecture for the rest of the engine: how to read its config.json, and
+the names of its tensors in checkpoints. The modules of engine/architectures define the
+descriptions.
 
 The text model inside a multimodal checkpoint is a separate architecture (`text_of`). Its config is
-config.json's `text_config`, and its tensors have another prefix; the vision towers and projectors
-beside them are not loaded.
+config.json's `text_config`, and its tensors have another prefix. The vision towers and projectors
+of the checkpoint are not loaded.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,25 +22,27 @@ PREFIX = "model."  # of all tensors except the head
 
 
 def own_names(config: ModelConfig) -> Mapping[str, View]:
-    """Return no views: tensors are stored under the names of layer.py."""
+    """Return no views: the default for checkpoints that store tensors under the names of
+    layer.py."""
     return {}
 
 
 def none_unused(config: ModelConfig, name: str) -> bool:
-    """Return False: checkpoints contain only the model."""
+    """Return False: the default for checkpoints in which the model uses every tensor."""
     return False
 
 
 def is_mtp(config: ModelConfig, name: str) -> bool:
-    """Return whether a tensor belongs to the extra layers of multi-token prediction (MTP)."""
+    """Return whether a tensor belongs to the extra layers of multi-token prediction (MTP), which
+    are not used."""
     prefix, _, rest = name.partition("model.layers.")
     number = rest.partition(".")[0]
     return not prefix and number.isdigit() and int(number) >= config.num_layers
 
 
 def under_model(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a view of a checkpoint without a head, whose names lack "model.", under the names of a
-    model with a head; return any other checkpoint unchanged."""
+    """Return a view of a checkpoint that was saved without a head, with "model." put before its
+    tensor names, as in models with a head; return any other checkpoint unchanged."""
     if EMBEDDING.removeprefix(PREFIX) not in checkpoint.names():
         return checkpoint
     return ViewedCheckpoint(checkpoint, {f"{PREFIX}{n}": View(n) for n in checkpoint.names()})
@@ -47,9 +50,8 @@ def under_model(checkpoint: Checkpoint) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """An architecture: how its config.json becomes a `ModelConfig`, its names in GGUF, where its
-    checkpoints store tensors that have another name there, and which of their tensors it does not
-    use."""
+    """An architecture: how to parse its config.json, its names in GGUF, the views of tensors that
+    its checkpoints store under other names, and the tensors that the model does not use."""
 
     architectures: tuple[str, ...]  # Hugging Face class names ("LlamaForCausalLM")
     parse: Callable[[Mapping[str, Any]], ModelConfig]  # raises UnsupportedModel
@@ -58,7 +60,7 @@ class ModelSpec:
     unused: Callable[[ModelConfig, str], bool] = none_unused
 
     def view(self, checkpoint: Checkpoint, config: ModelConfig) -> ViewedCheckpoint:
-        """Return the checkpoint under the names that the model loads."""
+        """Return the checkpoint with its tensors under the names that the model loads."""
         return ViewedCheckpoint(checkpoint, self.stored(config), partial(self.unused, config))
 
 
@@ -74,10 +76,10 @@ UNUSED_PREFIXES = tuple(
 def text_of(
     architecture: str, spec: ModelSpec, model_type: str, defaults: Mapping[str, Any]
 ) -> ModelSpec:
-    """Return the spec of `architecture`, a multimodal model of which only the text model is used.
+    """Return the spec of the multimodal `architecture`, of which only the text model is used.
 
-    `spec` parses its `text_config`, which must state `model_type`; `defaults` are transformers'
-    values of the fields that `text_config` may omit.
+    `spec` parses the field `text_config`, whose `model_type` must be the given one; `defaults` are
+    transformers' values of the fields that `text_config` may omit.
     """
 
     def parse(hf: HfConfig) -> ModelConfig:
@@ -94,7 +96,8 @@ def text_of(
 
 
 def text_views(config: ModelConfig) -> dict[str, View]:
-    """Return views of the model's tensors, under the first prefix that the checkpoint has."""
+    """Return views that find the text model's tensors under the first of the known prefixes that a
+    multimodal checkpoint has."""
     views: dict[str, View] = {}
     for name in tensor_shapes(config):
         model_prefix = next(prefix for prefix in PREFIXES if name.startswith(prefix))

@@ -1,7 +1,7 @@
-"""The parts of a model on torch: one class or function for each kind of part.
+"""The computation of a model's parts on torch: one class or function for each kind of part.
 
-x is [tokens, columns]. Attention's x is [tokens, (q + 2 kv) heads * dim], the product with the
-matrices of q, k and v; latent attention has no v.
+The input x of a part is [tokens, columns]. The x of attention is the product with the matrices of
+q, k and v, [tokens, (q + 2 kv) heads * dim]; with latent attention it has no v.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,14 +44,16 @@ Weights = Callable[[str], RawTensor]  # by Hugging Face name; called once per na
 
 
 def to_device(raw: RawTensor, dtype: torch.dtype, device: torch.device) -> Weight:
-    """Put plain numbers of `dtype` on the device; return other weights as they are stored."""
+    """Put a weight of plain numbers of `dtype` on the device; return any other weight as it is
+    stored."""
     if raw.format != PLAIN_FORMATS[dtype]:
         return raw
     return torch.from_numpy(raw.parts[VALUES]).view(dtype).to(device)
 
 
 def expand(weight: Weight, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the values in `dtype`; a stored weight is expanded at each call, which is slow."""
+    """Return a weight's values in `dtype`; a stored weight is expanded at each call, which is
+    slow."""
     if isinstance(weight, Tensor):
         return weight
     return torch.from_numpy(unpack(weight)).to(device, dtype)
@@ -60,7 +62,8 @@ def expand(weight: Weight, dtype: torch.dtype, device: torch.device) -> Tensor:
 def stack(
     raws: Sequence[RawTensor], dtype: torch.dtype, device: torch.device
 ) -> tuple[Weight, ...]:
-    """Join matrices over one input to one product; if one is in stored form, none are joined."""
+    """Join matrices that multiply the same input, so that one product computes all; if one of them
+    is in stored form, return them separately."""
     weights = [to_device(raw, dtype, device) for raw in raws]
     tensors = [weight for weight in weights if isinstance(weight, Tensor)]
     if len(tensors) < len(weights):
@@ -69,7 +72,8 @@ def stack(
 
 
 def rows(weight: Weight, index: Ints, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return rows [T] of a matrix [V, N] in `dtype`, as [T, N]; only those are expanded."""
+    """Return some rows of a matrix [V, N] in `dtype`: row numbers [T] to [T, N]. Only those rows
+    are expanded."""
     if isinstance(weight, Tensor):
         return weight.index_select(0, torch.from_numpy(index).to(device))
     return expand(weight.rows(index), dtype, device)
@@ -77,7 +81,8 @@ def rows(weight: Weight, index: Ints, dtype: torch.dtype, device: torch.device) 
 
 @dataclass(slots=True)
 class RopeTensors:
-    """cos and sin on a device, float32 [positions, rotary_dim / 2], shared by layers."""
+    """A rope's tables of cos and sin on a device, float32 [positions, rotary_dim / 2], shared by
+    all layers with that rope."""
 
     table: RopeTable
     device: torch.device
@@ -85,7 +90,7 @@ class RopeTensors:
     sin: Tensor
 
     def reserve(self, num_positions: int) -> None:
-        """Make the tables cover positions [0, num_positions)."""
+        """Extend the tables, if necessary, to cover positions [0, num_positions)."""
         if num_positions > len(self.cos):
             self.table.reserve(num_positions)
             self.cos = torch.from_numpy(self.table.cos).to(self.device)
@@ -94,7 +99,7 @@ class RopeTensors:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The objects that parts are made from."""
+    """What the objects that compute parts are made from: weights, dtype, device and rope tables."""
 
     weights: Weights
     dtype: torch.dtype
@@ -102,13 +107,14 @@ class Setup:
     ropes: dict[RopeConfig, RopeTensors]
 
     def vector(self, spec: TensorSpec, offset: float = 0.0) -> Tensor:
-        """Return a tensor as float32, with the architecture's offset of norms added."""
+        """Return a tensor as float32 with `offset` added, which some architectures add to the
+        weights of norms."""
         return expand(self.weights(spec.name), torch.float32, self.device) + offset
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStep:
-    """One step as a layer sees it."""
+    """The data of one step for one layer: the batch, and the layer's KV cache."""
 
     batch: Batch[Tensor]
     kv: Tensor  # of this layer, [blocks, 2, K, block_size, D]
@@ -120,7 +126,7 @@ class TorchPart(Protocol):
     """A part of a layer (engine/models/parts.py) with its weights, ready to run on torch."""
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
-        """Map x [tokens, ...] to the part's result; it may change x."""
+        """Map x [tokens, columns] to the part's result; the call may overwrite x."""
 
 
 _kinds: dict[type[Part], Callable[[Any, Setup], TorchPart]] = {}
@@ -128,12 +134,15 @@ Maker = TypeVar("Maker", bound=Callable[[Any, Setup], TorchPart])
 
 
 def computes(kind: type[Part]) -> Callable[[Maker], Maker]:
-    """Register the decorated class or function, called with (part, setup), as the maker of the
-    objects that compute a kind of part. Raises ValueError if that kind has a maker."""
+    """Register the decorated class or function as the maker of the objects that compute parts of
+    type `kind`; it is called with (part, setup). Raises ValueError if the kind already has a
+    maker."""
 
     def note(maker: Maker) -> Maker:
         if kind in _kinds:
-            raise ValueError(f"part {kind.__name__} is registered twice")
+            raise ValueError(
+                f"part {kind.__name__} is registered twice: only one maker may compute it"
+            )
         _kinds[kind] = maker
         return maker
 
@@ -141,18 +150,22 @@ def computes(kind: type[Part]) -> Callable[[Maker], Maker]:
 
 
 def make_part(part: Part, setup: Setup) -> TorchPart:
-    """Make the object that computes a part. Raises UnsupportedModel for a kind that has none."""
+    """Make the object that computes a part on torch. Raises UnsupportedModel for a kind of part
+    that has no registered maker."""
     if type(part) not in _kinds:
-        raise UnsupportedModel(f"the reference kernels cannot compute {type(part).__name__}")
+        raise UnsupportedModel(
+            f"the reference kernels cannot compute {type(part).__name__}: "
+            "nothing is registered for this kind of part"
+        )
     return _kinds[type(part)](part, setup)
 
 
 @computes(Linear)
 class TorchLinear:
-    """y = x W^T + b for the rows of all weights in order.
+    """Computes y = x W^T + b, where W has the rows of all the part's matrices in order.
 
-    Stored (quantized) weights are expanded at each use: slow, and the reference for kernels that
-    compute on the blocks.
+    Stored (quantized) weights are expanded at each use. This is slow, and the reference for kernels
+    that compute on the packed blocks.
     """
 
     def __init__(self, part: Linear, setup: Setup) -> None:
@@ -163,7 +176,7 @@ class TorchLinear:
         self._bias = torch.cat(biases) if biases else None
 
     def __call__(self, x: Tensor, step: LayerStep | None = None) -> Tensor:
-        """Map x [T, N] to [T, rows of all weights]."""
+        """Multiply x [T, N] with all matrices and add the biases: [T, rows of all matrices]."""
         dtype, device = self._setup.dtype, self._setup.device
         if len(self._parts) == 1:
             return reference.linear(x, expand(self._parts[0], dtype, device), self._bias)
@@ -174,7 +187,7 @@ class TorchLinear:
 
 @computes(HeadLinear)
 class TorchHeadLinear:
-    """A product for each head."""
+    """Computes a product with a separate matrix for each head."""
 
     def __init__(self, part: HeadLinear, setup: Setup) -> None:
         self._setup = setup
@@ -184,7 +197,8 @@ class TorchHeadLinear:
         self._weight = to_device(setup.weights(part.weight.name), setup.dtype, setup.device)
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
-        """Map x [T, heads * (kept + inputs) + rest] to [T, heads * (kept + outputs) + rest]."""
+        """Multiply each head's inputs with the head's matrix: maps x [T, heads * (kept + inputs) +
+        rest] to [T, heads * (kept + outputs) + rest]."""
         weight = expand(self._weight, self._setup.dtype, self._setup.device)
         weight = weight.view(self._heads, self._outputs, self._inputs)
         size = self._heads * (self._kept + self._inputs)
@@ -268,15 +282,15 @@ def rope(part: Rope, setup: Setup) -> TorchPart:
 
 @computes(Attention)
 class TorchAttention:
-    """Computes attention. Owns no keys or values: the cache comes with each step."""
+    """Computes attention over the KV cache that each step brings; owns no keys or values."""
 
     def __init__(self, part: Attention, setup: Setup) -> None:
         self._part = part
         self._sinks = setup.vector(part.sinks) if part.sinks else None
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
-        """Store keys and values; return the attention result [T, q heads * dim], or no rows if the
-        step only stores keys and values in this layer."""
+        """Store the step's keys and values in the cache. Return the attention result [T, q heads *
+        dim], or no rows if `step.kv_only`."""
         part, batch, heads = self._part, step.batch, self._part.heads
         in_heads, v_begin = x.view(len(x), -1, heads.dim), heads.q + heads.kv
         k, v = in_heads[:, heads.q : v_begin], None if part.latent else in_heads[:, v_begin:]
@@ -301,10 +315,11 @@ class TorchAttention:
 def choose_experts(
     logits: Tensor, correction: Tensor | None, routing: ExpertRouting
 ) -> tuple[Tensor, Tensor]:
-    """Choose experts by logits, float32 [T, experts], and correction, [experts].
+    """Choose each token's experts by router logits, float32 [T, experts], and correction,
+    [experts].
 
-    Return the experts, int64 [T, top_k], best first, and their weights, float32 [T, top_k].
-    Source: arXiv:2412.19437, 2.1.2.
+    Return the experts, int64 [T, top_k], best first, and their weights, float32 [T, top_k]. Source:
+    arXiv:2412.19437, 2.1.2.
     """
     scores = torch.softmax(logits, -1) if routing.scores == "softmax" else torch.sigmoid(logits)
     ranks = scores if correction is None else scores + correction
@@ -327,7 +342,7 @@ def _best(values: Tensor, count: int) -> Tensor:
 
 
 class TorchExpert:
-    """One gated MLP."""
+    """Computes one expert, a gated MLP."""
 
     def __init__(self, expert: Expert, activation: Gating, setup: Setup) -> None:
         self._gate_up = TorchLinear(expert.gate_up, setup)
@@ -341,7 +356,8 @@ class TorchExpert:
 
 @computes(Experts)
 class TorchExperts:
-    """Maps x [T, hidden] to [T, hidden]; one expert after the other, each on all of its tokens."""
+    """Computes a mixture of experts, x [T, hidden] to [T, hidden]: one expert after the other, each
+    on all tokens that chose it."""
 
     def __init__(self, part: Experts, setup: Setup) -> None:
         self._routing = part.routing

@@ -1,4 +1,4 @@
-"""Storage formats of weights."""
+"""Stored weights: their formats, and the conversion between formats."""
 
 from pdserve.engine.weights.convert import (
     VERSION,

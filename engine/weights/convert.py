@@ -26,7 +26,7 @@ from pdserve.kernels import _native
 
 
 def unpack(raw: RawTensor) -> Floats:
-    """Return the values of `raw`, float32 of raw.shape; a float32 weight is not copied.
+    """Return the values of a stored weight, float32 of raw.shape; a float32 weight is not copied.
 
     Raises KeyError for an unregistered format.
     """
@@ -38,8 +38,8 @@ def unpack(raw: RawTensor) -> Floats:
 
 
 def unpack_into(raw: RawTensor, out: NDArray[Any], format: str) -> None:
-    """Write the values of `raw` into `out`, of raw.shape, as plain numbers of `format`, in chunks
-    of rows; each value is rounded once."""
+    """Write the values of a stored weight into `out`, of raw.shape, as plain numbers of `format`.
+    Works on some rows at a time; each value is rounded once."""
     assert out.shape == raw.shape, (out.shape, raw.shape)
     order = None if raw.columns is None else np.argsort(raw.columns)
     for rows in row_runs(out.shape, CHUNK_VALUES):
@@ -57,7 +57,8 @@ def unpack_into(raw: RawTensor, out: NDArray[Any], format: str) -> None:
 
 
 def as_plain(raw: RawTensor, format: str) -> RawTensor:
-    """Convert `raw` to plain numbers of `format`; return `raw` if it already has this format."""
+    """Convert a stored weight to plain numbers of `format`; return the weight itself if it already
+    has this format."""
     if raw.format == format:
         return raw
     out = empty(raw.shape, format)
@@ -70,8 +71,8 @@ QUANTIZED = frozenset(_native.quantized_formats())
 
 
 def quantized_bytes(shape: tuple[int, ...], format: str) -> int:
-    """Return the bytes of a matrix or a stack of matrices in one of QUANTIZED. Raises ValueError if
-    a row is not a whole number of blocks."""
+    """Return the size in bytes of a matrix, or a stack of matrices, in a format of QUANTIZED.
+    Raises ValueError if a row is not a whole number of blocks."""
     assert format in QUANTIZED
     block_format = formats()[format]
     assert isinstance(block_format, BlockFormat)
@@ -79,14 +80,15 @@ def quantized_bytes(shape: tuple[int, ...], format: str) -> int:
 
 
 def quantized_empty(shape: tuple[int, ...], format: str) -> RawTensor:
-    """Allocate a matrix or a stack. Raises ValueError if a row is not whole blocks."""
+    """Allocate a quantized matrix, or a stack of matrices, without contents. Raises ValueError if a
+    row is not a whole number of blocks."""
     row_bytes = quantized_bytes(shape[-1:], format)
     return RawTensor({BLOCKS: np.empty((*shape[:-1], row_bytes), np.uint8)}, format, shape)
 
 
 def quantize_into(raw: RawTensor, out: RawTensor) -> None:
-    """Write the values of `raw` into the blocks of `out`, of the same shape. Raises ValueError for
-    a value that is not finite, or too large for a float16 scale."""
+    """Quantize the values of `raw` into the blocks of `out`, which has the same shape. Raises
+    ValueError for a value that is not finite, or too large for the float16 scale of a block."""
     assert raw.shape == out.shape, (raw.shape, out.shape)
     for rows in row_runs(raw.shape, CHUNK_VALUES):
         _write(unpack(raw.rows(rows)), out.format, out.parts[BLOCKS][rows])

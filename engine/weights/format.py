@@ -21,17 +21,19 @@ CHUNK_VALUES = 1 << 18  # float32 at a time: smaller chunks are slower, larger o
 
 
 def row_runs(shape: tuple[int, ...], values: int) -> Iterator[slice]:
-    """Split the rows of a tensor into runs of about `values` values, at least one row each."""
+    """Split the rows of a tensor into slices of consecutive rows, each with about `values` values
+    and at least one row."""
     step = max(1, values // max(1, math.prod(shape[1:])))
     return (slice(begin, begin + step) for begin in range(0, shape[0], step))
 
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """One stored weight, read-only.
+    """One weight as it is stored, read-only.
 
-    `parts` holds the arrays that the format defines. The first dimension of each part is the rows
-    of the weight, or the matrices of a stack. Plain numbers have one part, VALUES, of `shape`.
+    `parts` holds the arrays that the format defines, by name. The first dimension of each part is
+    the rows of the weight, or the matrices of a stack. Plain numbers have one part, VALUES, of
+    `shape`.
     """
 
     parts: Mapping[str, NDArray[Any]]
@@ -44,7 +46,8 @@ class RawTensor:
         return sum(part.nbytes for part in self.parts.values())
 
     def rows(self, index: slice | NDArray[np.int64]) -> "RawTensor":
-        """Return some rows: a view for a slice, a copy for an array of row numbers."""
+        """Return some rows of the weight: a view for a slice, a copy for an array of row
+        numbers."""
         parts = {name: part[index] for name, part in self.parts.items()}
         count = len(next(iter(parts.values())))
         return RawTensor(parts, self.format, (count, *self.shape[1:]), self.columns)
@@ -55,12 +58,14 @@ class RawTensor:
         return RawTensor(parts, self.format, self.shape[1:], self.columns)
 
     def transposed(self) -> "RawTensor":
-        """Return the transpose of a matrix of plain numbers, or of each in a stack, as a view."""
+        """Return the transpose of a matrix of plain numbers, or of each matrix in a stack, as a
+        view."""
         values = self.parts[VALUES].swapaxes(-1, -2)
         return RawTensor({VALUES: values}, self.format, values.shape)
 
     def of_heads(self, heads: int, begin: int, end: int) -> "RawTensor":
-        """Return the rows [begin, end) of each of a matrix's `heads` heads, as a stack (a view)."""
+        """Return the rows [begin, end) of each of the matrix's `heads` heads as a stack with one
+        matrix per head, a view."""
         parts = {
             name: part.reshape(heads, -1, *part.shape[1:])[:, begin:end]
             for name, part in self.parts.items()
@@ -75,27 +80,30 @@ class RawTensor:
 
 
 def same_order(a: NDArray[np.int64] | None, b: NDArray[np.int64] | None) -> bool:
-    """Return whether two column orders (RawTensor.columns) are equal."""
+    """Return whether two weights have their columns stored in the same order
+    (RawTensor.columns)."""
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
 class Format(ABC):
-    """A way to store a matrix."""
+    """A storage format of matrices; the base class of all formats."""
 
     name: str
 
     @abstractmethod
     def unpack(self, raw: RawTensor) -> Floats:
-        """Return the values, float32 of raw.shape, with columns in stored order."""
+        """Return the values of a stored weight, float32 of raw.shape, with columns in stored
+        order."""
 
     def packable(self, raw: RawTensor) -> RawTensor:
-        """Return the same values in parts that the native kernels can pack."""
+        """Return the weight in a form with the same values that the native kernels can pack; by
+        default the weight itself."""
         return raw
 
 
 @dataclass(frozen=True)
 class BlockFormat(Format):
-    """A format whose rows are runs of blocks of bytes; blocks never cross rows.
+    """A format in which each row is a sequence of blocks of bytes; blocks never cross rows.
 
     The part BLOCKS is uint8 [*shape[:-1], bytes of a row], the blocks in file order.
     """
@@ -106,7 +114,8 @@ class BlockFormat(Format):
     expand: Callable[[NDArray[np.uint8]], Floats]  # [blocks, block_bytes] -> [blocks, values]
 
     def row_bytes(self, row_values: int) -> int:
-        """Return the bytes of a row. Raises ValueError if it is not a whole number of blocks."""
+        """Return the size of a row in bytes. Raises ValueError if the row is not a whole number of
+        blocks."""
         if row_values % self.block_values:
             raise ValueError(
                 f"a row of {row_values} values does not divide into {self.name} blocks "
@@ -132,7 +141,7 @@ NAN_BF16 = 0x7FC0
 
 
 def widened(values: NDArray[Any], format: str) -> Floats:
-    """Convert plain numbers to float32; return float32 numbers without a copy."""
+    """Convert plain numbers of `format` to float32; return float32 numbers without a copy."""
     if format == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)
@@ -176,7 +185,7 @@ def signed(packed: NDArray[Any]) -> Floats:
 
 
 def floats(levels: NDArray[Any]) -> Floats:
-    """Convert unsigned levels to float32 of the same shape."""
+    """Convert unsigned quantization levels to float32 of the same shape."""
     return levels.astype(np.float32)
 
 
@@ -187,7 +196,8 @@ def flat(values: NDArray[Any]) -> Floats:
 
 
 def gguf_expand(name: str) -> Callable[[Bytes], Floats]:
-    """Return a function that unpacks blocks of a GGUF type: [blocks, bytes] to [blocks, values]."""
+    """Return a function that unpacks blocks of a GGUF type with the gguf package: [blocks, bytes]
+    to [blocks, values]."""
 
     def expand(blocks: Bytes) -> Floats:
         import gguf  # slow to import, and most models do not need it
@@ -199,5 +209,5 @@ def gguf_expand(name: str) -> Callable[[Bytes], Floats]:
 
 
 def gguf_format(name: str, block_values: int, block_bytes: int) -> BlockFormat:
-    """Return the format of a GGUF type."""
+    """Return the storage format of a GGUF type whose blocks the gguf package unpacks."""
     return BlockFormat(name, block_values, block_bytes, gguf_expand(name))

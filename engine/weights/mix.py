@@ -1,8 +1,8 @@
-"""The format of each matrix when a model is quantized to a type; pure.
+"""Chooses the format of each matrix when a model is quantized to a type such as q4k; pure.
 
 A type is a mix of formats, the same as llama.cpp's mix of that name (src/llama-quant.cpp): matrices
-whose errors cost most get more bits. Q3_K, Q4_K and Q5_K are llama.cpp's _M mixes. Matrices whose
-rows do not fit the mix get FALLBACK.
+whose errors cost most get more bits. Q3_K, Q4_K and Q5_K are llama.cpp's _M mixes. A matrix whose
+rows are not whole blocks of its format gets FALLBACK.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ LAYERS_OF_70B = 80  # Llama 2 and 3 70B, Qwen 2.5 72B
 
 
 class MatrixRole(Enum):
-    """The role of a matrix in a layer."""
+    """The role of a matrix in a model, on which its format depends."""
 
     HEAD = "head"  # or a tied embedding
     KEY = "k"
@@ -35,7 +35,8 @@ class MatrixRole(Enum):
 
 
 class StoredMatrix(NamedTuple):
-    """A stored matrix, or a stack of matrices."""
+    """A matrix, or a stack of matrices, of the model to quantize, with the format in which it is
+    stored."""
 
     name: str
     role: MatrixRole
@@ -45,7 +46,7 @@ class StoredMatrix(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """A type, and the properties of a model on which its choice of formats depends."""
+    """A quantization type, and the properties of a model on which its choice of formats depends."""
 
     type: str  # one of TYPES
     num_layers: int
@@ -53,7 +54,8 @@ class Mix(NamedTuple):
     num_experts: int  # per layer; 0: not a mixture of experts
 
     def preferred_format(self, role: MatrixRole, layer: int) -> str:
-        """Return the format for a matrix, without regard to its row length."""
+        """Return the format that the mix chooses for a matrix, whether or not the matrix's rows are
+        whole blocks of it."""
         main = TYPES[self.type]
         if main == "Q8_0":
             return main
@@ -90,12 +92,14 @@ class Mix(NamedTuple):
         return main
 
     def _is_costly(self, layer: int) -> bool:
-        """Return whether a layer is in the first or last eighth, or every third in between."""
+        """Return whether errors in a layer cost most, so that it gets more bits: it is in the first
+        or last eighth of the layers, or every third layer in between."""
         eighth, last = self.num_layers // 8, 7 * self.num_layers // 8
         return layer < eighth or layer >= last or (layer - eighth) % 3 == 2
 
     def plan(self, matrices: Iterable[StoredMatrix]) -> "FormatPlan":
-        """Choose the formats of a model's matrices."""
+        """Choose the formats of a model's matrices; matrices that are already quantized keep
+        theirs."""
         plan = FormatPlan({}, Counter(), Counter())
         for name, role, layer, stored, columns in matrices:
             if stored not in PLAIN:
@@ -113,7 +117,8 @@ class Mix(NamedTuple):
 
 
 class FormatPlan(NamedTuple):
-    """The matrices to quantize, and why others are not quantized."""
+    """The matrices to quantize with their new formats, and counts of the matrices that keep their
+    format or do not fit the preferred one."""
 
     formats: dict[str, str]  # new formats by matrix name
     unfit: Counter[str]  # number of matrices by misfit of their rows
@@ -121,7 +126,8 @@ class FormatPlan(NamedTuple):
 
 
 def find_type(name: str) -> str:
-    """Return the key of TYPES for a name or alias. Raises ValueError with the known names."""
+    """Return the quantization type, a key of TYPES, for a name or alias. Raises ValueError, which
+    lists the known names."""
     key = name.lower()
     key = ALIASES.get(key, key)
     if key not in TYPES:
@@ -132,5 +138,6 @@ def find_type(name: str) -> str:
 
 
 def fitting(format: str, columns: int) -> str | None:
-    """Return the first of `format` and FALLBACK that rows of `columns` fit, or None."""
+    """Return `format` if rows of `columns` values are whole blocks of it, else FALLBACK if they are
+    whole blocks of that, else None."""
     return next((f for f in (format, FALLBACK) if columns % BLOCK_VALUES[f] == 0), None)

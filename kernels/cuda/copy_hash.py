@@ -1,4 +1,4 @@
-"""Launches copy_hash.cu with CuPy, which compiles it for the current device."""
+"""Launches the hashing copy of copy_hash.cu with CuPy, which compiles it for the current device."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ INTACT = 1  # verdict of a copy from a slot whose tag matches
 
 
 class _Stream:
-    """An external cudaStream_t, in the form that CuPy takes."""
+    """A CUDA stream that another library owns (cudaStream_t), in the form that CuPy takes."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -25,10 +25,11 @@ class _Stream:
 
 
 class CopyHash:
-    """The compiled kernel. Its methods raise CuPy's errors."""
+    """The compiled kernel of the hashing copy, between pages of a KV cache and a slot. Its methods
+    raise CuPy's errors."""
 
     def __init__(self, cupy: Any) -> None:
-        """Compile for the current device, which must also be current in `launch`."""
+        """Compile the kernel for the current device, which must also be current in `launch`."""
         self._cupy = cupy
         source = (FOLDER / "copy_hash.cu").read_text()
         self._kernel = cupy.RawModule(code=source, options=OPTIONS).get_function("copy_hash_kernel")
@@ -45,10 +46,10 @@ class CopyHash:
         to_slot: bool,
         stream: int,
     ) -> None:
-        """Queue a copy of `pages` (engine.kv.Pages, with blocks of whole units) on a stream. Device
-        addresses: `slot` (payload), `tag`, `plan` (key words,
-        then block numbers as int32), `shares` (SHARES_AT bytes plus SHARE_BYTES per tile, zeros
-        before the first launch); `verdict` is in pinned host memory."""
+        """Queue a hashing copy on a stream: from `pages` (engine.kv.Pages, with blocks of whole
+        units) to the slot if `to_slot`, else from the slot. Device addresses: `slot` (payload),
+        `tag`, `plan` (key words, then block numbers as int32), `shares` (SHARES_AT bytes plus
+        SHARE_BYTES per tile, zeros before the first launch); `verdict` is in pinned host memory."""
         num_bytes = len(pages.layers) * len(pages.blocks) * pages.block_bytes
         numbers = (
             np.uint64(pages.base),

@@ -39,7 +39,8 @@ TILE_LANES: tl.constexpr = tl.constexpr(64)
 
 @dataclass(frozen=True)
 class Groups:
-    """Pairs by expert, then token, in tiles of one expert each. All tensors are int32."""
+    """The (token, expert) pairs of a step sorted by expert, then token, and divided into tiles of
+    one expert each. All tensors are int32."""
 
     pairs: Tensor  # [pairs]: token * top_k + rank
     places: Tensor  # [tokens, top_k]: position of each pair in `pairs`
@@ -54,9 +55,12 @@ class Groups:
 
 
 def group(chosen: Tensor, experts: int, tile_tokens: int) -> Groups:
-    """Group the pairs of chosen experts, contiguous int32 [tokens, top_k], distinct per token."""
+    """Sort the (token, expert) pairs by expert. `chosen` has the distinct experts of each token,
+    contiguous int32 [tokens, top_k]. Raises ValueError for another dtype or layout."""
     if chosen.dtype != torch.int32 or not chosen.is_contiguous():
-        raise ValueError(f"chosen are {chosen.dtype}, strides {chosen.stride()}")
+        raise ValueError(
+            f"chosen are {chosen.dtype}, strides {chosen.stride()}, expected contiguous int32"
+        )
 
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=chosen.device)
@@ -92,7 +96,8 @@ def group(chosen: Tensor, experts: int, tile_tokens: int) -> Groups:
 
 
 def max_tiles(pairs: int, experts: int, tile_tokens: int) -> int:
-    """Return the largest possible number of tiles."""
+    """Return the largest number of tiles that `pairs` pairs can need, however they are spread over
+    experts."""
     used_experts = min(pairs, experts)
     return used_experts + (pairs - used_experts) // tile_tokens
 
@@ -102,7 +107,8 @@ def _group(
     chosen, pairs, places, ends, tile_experts, tile_firsts, num_pairs, num_tiles, experts,
     TILE: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: experts. Each program counts the pairs of all experts and places its own pairs."""
+    """Sort pairs for `group`. Grid: experts. Each program counts the pairs of all experts and
+    places the pairs of its expert."""
     expert = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     counts = tl.zeros((BINS,), tl.int32)
@@ -149,11 +155,13 @@ def choose(
     kept_groups: int = 1,
     group_best: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Choose experts for logits float32 [T, experts] and correction [experts]: int32 [T, top_k] in
-    ascending order, and weights float32 [T, top_k]. Source: arXiv:2412.19437, 2.1.2.
+    """Choose each token's experts by logits, float32 [T, experts], and correction, [experts].
+    Returns the experts, int32 [T, top_k] in ascending order, and their weights, float32 [T, top_k].
+    Source: arXiv:2412.19437, 2.1.2.
 
     The best sums of score and correction win, ties go to the first expert; ExpertRouting in
-    engine/models/parts.py defines the rule. NaN counts as the largest logit.
+    engine/models/parts.py defines the rule. NaN counts as the largest logit. Raises ValueError for
+    arguments that do not match.
     """
     tokens, experts = logits.shape
     size = experts // groups
@@ -163,7 +171,9 @@ def choose(
             f"by {group_best} scores"
         )
     if logits.dtype != torch.float32 or not logits.is_contiguous():
-        raise ValueError(f"logits are {logits.dtype}, strides {logits.stride()}")
+        raise ValueError(
+            f"logits are {logits.dtype}, strides {logits.stride()}, expected contiguous float32"
+        )
     if correction is not None and correction.shape != (experts,):
         raise ValueError(f"correction is {list(correction.shape)}, expected [{experts}]")
     chosen = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
@@ -192,7 +202,8 @@ def choose(
 
 @triton.jit
 def _keys(values, lanes, LANES: tl.constexpr):
-    """Return int64 keys in the order of the values; ties give the first value the largest key."""
+    """Return int64 sort keys in the order of float values; of equal values, the first has the
+    largest key."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(tl.int64) << 32) | (LANES - 1 - lanes)
@@ -205,7 +216,8 @@ def _choose(
     GROUP_BEST: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZED: tl.constexpr,
     SIZE_LANES: tl.constexpr, GROUP_LANES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tokens. Lanes are [groups, experts of a group]."""
+    """Choose the experts of one token for `choose`. Grid: tokens. Lanes are [groups, experts of a
+    group]."""
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUP_LANES)[:, None], tl.arange(0, SIZE_LANES)[None, :]
     valid = (group < GROUPS) & (member < SIZE)
@@ -251,7 +263,7 @@ def _choose(
 
 @dataclass(frozen=True)
 class MatrixStack:
-    """Matrices of one shape and layout, contiguous in memory."""
+    """One matrix of each of several experts, all of one shape and layout, contiguous in memory."""
 
     first: DeviceMatrix
     tensors: tuple[Tensor | None, ...]  # values, scales, zeros of all matrices; [matrices, ...]
@@ -259,7 +271,7 @@ class MatrixStack:
 
 
 def tile_tokens(stacks: Iterable[MatrixStack], pairs: int, experts: int) -> int:
-    """Return how many (token, expert) pairs share a tile."""
+    """Return how many (token, expert) pairs are in one tile, the same for all `stacks`."""
     return min(
         tile_width(stack.first, pairs, experts, target_of(stack.numbers.device)) for stack in stacks
     )
@@ -268,15 +280,15 @@ def tile_tokens(stacks: Iterable[MatrixStack], pairs: int, experts: int) -> int:
 def tile_width(
     matrix: DeviceMatrix, pairs: int, experts: int, target: ProductTarget = LARGEST
 ) -> int:
-    """Return a width for twice the mean number of pairs per expert, so that the weights of most
-    experts are read once. The width never affects results. Before Hopper, wider tiles of scattered
-    tokens need too many registers."""
+    """Return the number of pairs per tile: room for twice the mean number of pairs per expert, so
+    that the weights of most experts are read once. The width never affects results. Before Hopper,
+    wider tiles of scattered tokens need too many registers."""
     max_width = 128 if target.is_hopper else 64
     return min(width_of(matrix, 2 * pairs // experts, target), max_width)
 
 
 def tiles_of_group(matrix: DeviceMatrix, width: int, target: ProductTarget = LARGEST) -> Tiles:
-    """Return the tiling of products whose tiles have `width` tokens."""
+    """Return the tiling of grouped products whose tiles have `width` pairs."""
     return tiles_of_width(matrix, width, tall_tiles(matrix, width), True, target)
 
 
@@ -290,8 +302,9 @@ def grouped_product(
     by_pair: bool,
     tiles: Tiles | None = None,
 ) -> None:
-    """Write into out [pairs, rows] each pair's x times its expert's matrix, transposed, plus the
-    expert's row of bias [experts, rows]. Skip pairs whose expert is not in the stack.
+    """Multiply each pair's x with the matrix of its expert, transposed, add the expert's row of
+    bias [experts, rows], and write the results into out [pairs, rows]. Pairs whose expert is not in
+    the stack are skipped.
 
     x is [pairs, cols] in group order if `by_pair`, else [tokens, cols]. `tiles` overrides the
     tiling, to compile for another device. Raises ValueError for arguments that do not match.
@@ -309,7 +322,7 @@ def grouped_product(
             f"out is {list(out.shape)}, strides {out.stride()}, expected [{pairs}, {rows}]"
         )
     if len(groups.ends) != experts:
-        raise ValueError(f"groups have {len(groups.ends)} experts, expected {experts}")
+        raise ValueError(f"groups have {len(groups.ends)} experts, expected the stack's {experts}")
     if bias is not None and (bias.shape != (experts, rows) or bias.stride(1) != 1):
         raise ValueError(f"bias is {list(bias.shape)}, expected [{experts}, {rows}]")
     if not pairs:
@@ -359,7 +372,8 @@ def _grouped(
     bias, out, num_tiles, rows, cols, x_stride, out_stride, bias_stride, blocks, split_blocks,
     splits, TOP_K: tl.constexpr, LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Grid: row tiles times tiles of pairs, in runs of SIDE row tiles."""
+    """Compute one tile of `grouped_product`. Grid: row tiles times tiles of pairs, in runs of SIDE
+    row tiles."""
     run = tl.program_id(0) // (SIDE * num_tiles)
     program = tl.program_id(0) % (SIDE * num_tiles)
     side = tl.minimum(tl.cdiv(rows, BM) - run * SIDE, SIDE)
@@ -402,10 +416,10 @@ def combine(
     shared: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """Sum each token's results [pairs, N], in group order, times float32 weights [T, top_k], in
-    rank order; then add the shared expert's result [T, N], times the sigmoid of its float32 gate
-    [T, 1] if given. Returns [T, N]. Weights, products and sums are rounded to the dtype of the
-    results."""
+    """Add up the results of each token's experts, [pairs, N] in group order, times float32 weights
+    [T, top_k], in rank order. Then add the shared expert's result [T, N], if given, times the
+    sigmoid of its float32 gate [T, 1], if given. Returns [T, N]. Weights, products and sums are
+    rounded to the dtype of the results."""
     tokens, size = len(weights), results.shape[1]
     out = torch.empty((tokens, size), dtype=results.dtype, device=results.device)
     if tokens:
@@ -426,7 +440,7 @@ def combine(
 
 @triton.jit
 def _times(value, factor, dtype: tl.constexpr):
-    """Multiply; the factor and the product are rounded to `dtype`."""
+    """Multiply a value by a factor; the factor and the product are rounded to `dtype`."""
     return (value.to(tl.float32) * factor.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
 
 
@@ -434,7 +448,7 @@ def _times(value, factor, dtype: tl.constexpr):
 def _combine(
     results, weights, places, shared, gate, out, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Grid: tokens, blocks of columns."""
+    """Compute one block of columns of one token for `combine`. Grid: tokens, blocks of columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

@@ -18,7 +18,8 @@ from pdserve.kernels.cuda.linear import SplitSums, added, operands
 
 @triton.jit
 def _normed(value, weight, bias, eps, column, size: tl.constexpr, IS_LAYER: tl.constexpr):
-    """Return the norm of a row, float32 [block]; inputs from `size` on must be 0."""
+    """Return the RMS norm or layer norm of one row, float32 [block]; inputs from `size` on must be
+    0."""
     inside = column < size
     if IS_LAYER:
         value = tl.where(inside, value - tl.sum(value, 0) / size, 0.0)
@@ -98,7 +99,8 @@ def norm(
 def add(
     stream: Tensor, x: Tensor | SplitSums, held: Tensor | None = None, factor: float = 1.0
 ) -> None:
-    """Add held + x * factor to `stream`, all [T, N]; products and sums are rounded to its dtype."""
+    """Add held + x * factor to the residual stream `stream` in place, all [T, N]; products and sums
+    are rounded to its dtype."""
     num_tokens, size = stream.shape
     if num_tokens:
         _add_norm_kernel[(num_tokens,)](
@@ -119,7 +121,8 @@ def add_norm(
     held: Tensor | None = None,
     factor: float = 1.0,
 ) -> Tensor:
-    """Apply `add`, then return the norm of the stream, [T, N]."""
+    """Add held + x * factor to the residual stream like `add`, then return the norm of the stream,
+    [T, N]."""
     out = torch.empty_like(stream)
     num_tokens, size = stream.shape
     if num_tokens:
@@ -136,7 +139,8 @@ def _shape(size: int, is_layer: bool) -> tuple[int, bool]:
 
 
 def _warps(size: int) -> int:
-    """Choose warps by row size only, because their number affects the row's sum."""
+    """Return the number of warps for rows of `size` values. It depends on the size only, because it
+    affects the row's sum."""
     return 1 if size <= 256 else 4 if size <= 1024 else 8 if size <= 2048 else 16
 
 
@@ -195,8 +199,9 @@ def _activated_kernel(x, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
 def gated(
     x: Tensor | SplitSums, activation: Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]
 ) -> Tensor:
-    """Return activation(first half) * second half of x [T, 2 * N]: [T, N]. swiglu_oai: gate *
-    sigmoid(1.702 * gate) * (up + 1), with gate clamped to at most 7, and up to [-7, 7]."""
+    """Return the gated activation of x [T, 2 * N]: activation(first half) * second half, [T, N].
+    swiglu_oai: gate * sigmoid(1.702 * gate) * (up + 1), with gate clamped to at most 7, and up to
+    [-7, 7]."""
     values, bias, splits = operands(x)
     num_tokens, size = values.shape[-2], values.shape[-1] // 2
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=values.device)
@@ -209,7 +214,7 @@ def gated(
 
 
 def activated(x: Tensor, activation: Literal["silu", "gelu_tanh", "gelu"]) -> Tensor:
-    """Return activation(x), elementwise; x [T, N]."""
+    """Return the activation function of x [T, N], elementwise."""
     out = torch.empty_like(x)
     num_tokens, size = x.shape
     if num_tokens:
@@ -222,8 +227,8 @@ MAX_HEADS, WARPS = 8, 4  # per program; each warp loads rows of heads
 
 @dataclass(frozen=True, slots=True)
 class HeadRange:
-    """Heads within a row: `q` query heads, which stay there, then `kv` key heads and `values` value
-    heads (kv or 0), which go to the cache."""
+    """Where the heads are within a row of x: `q` query heads, which stay in x, then `kv` key heads
+    and `values` value heads (kv or 0), which go to the KV cache."""
 
     begin: int  # column of the first head
     q: int
@@ -234,7 +239,7 @@ class HeadRange:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMS norms over each head of q and k, with weights float32 [dim]."""
+    """RMS norms over each query head and each key head, with weights float32 [dim]."""
 
     q: Tensor
     k: Tensor
@@ -243,7 +248,8 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Half-split rope (arXiv:2104.09864): cos and sin float32 [positions, rotary_dim / 2]."""
+    """The tables of half-split rope (arXiv:2104.09864): cos and sin float32 [positions, rotary_dim
+    / 2]."""
 
     cos: Tensor
     sin: Tensor
@@ -251,7 +257,7 @@ class Rotation:
 
 @triton.jit
 def _to_cache_dtype(value, dtype: tl.constexpr):
-    """Cast to the cache's dtype; float16 clamps finite numbers to its range."""
+    """Cast keys or values to the cache's dtype; float16 clamps finite numbers to its range."""
     if dtype == tl.float16:
         is_finite = tl.abs(value) < float("inf")  # false for NaN, too
         value = tl.where(is_finite, tl.minimum(tl.maximum(value, -65504.0), 65504.0), value)
@@ -265,7 +271,8 @@ def _heads_kernel(
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Normalize, rotate and store heads. Program (token, HEADS heads of q, k or v)."""
+    """Normalize, rotate and store heads for `prepare_heads`. A program processes HEADS heads of q,
+    k or v of one token."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (Q + HEADS - 1) // HEADS
@@ -342,7 +349,8 @@ def prepare_heads(
 
     x [T, columns] with rows of any stride; positions [T]; kv [blocks, planes, K, block_size, D] of
     any float dtype. Token t is written at slots[t] = block * block_size + offset; a negative slot
-    is skipped. Without `kv`, count keys as queries. Norms are rounded to x's dtype.
+    is skipped. Without `kv` nothing is stored: pass keys as further queries, so that they change in
+    place. Norms are rounded to x's dtype.
     """
     half = rotation.cos.shape[1] if rotation else 0
     rest = heads.dim - 2 * half

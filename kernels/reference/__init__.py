@@ -1,4 +1,4 @@
-"""Every operation in plain torch, for any device: the reference for faster backends."""
+"""Every kernel operation in plain torch, for any device: the reference for faster backends."""
 
 from pdserve.kernels.reference.layers import (
     activated,

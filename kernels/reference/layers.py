@@ -31,7 +31,7 @@ def gated(
 
 
 def activated(x: Tensor, activation: Literal["silu", "gelu_tanh", "gelu"]) -> Tensor:
-    """Return activation(x), elementwise."""
+    """Return the activation function of x, elementwise."""
     if activation == "silu":
         return F.silu(x)
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
@@ -47,13 +47,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dim, in x's dtype; x [..., N], weight float32 [N]."""
+    """Return the RMS norm x / rms(x) * weight over the last dim, in x's dtype; x [..., N], weight
+    float32 [N]."""
     return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Return (x - mean) / deviation * weight + bias over the last dim, in x's dtype; x [..., N],
-    weight and bias float32 [N]."""
+    """Return the layer norm (x - mean) / deviation * weight + bias over the last dim, in x's dtype;
+    x [..., N], weight and bias float32 [N]."""
     return F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(x.dtype)
 
 
@@ -153,7 +154,8 @@ def _decode(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend with one token per row, q [B, H, D]. Rows with similar block counts share a batch."""
+    """Compute the attention of rows with one token each, q [B, H, D]. Rows with similar block
+    counts are computed together."""
     block_size, max_blocks = kv.shape[3], block_table.shape[1]
     firsts = [max(n - window, 0) // block_size if window else 0 for n in kv_lens]
     spans = [-(-n // block_size) - first for n, first in zip(kv_lens, firsts, strict=True)]
@@ -189,7 +191,8 @@ def _attend_seen(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend with one token per row, q [B, K, G, D], over the `seen` keys of blocks [B, n]."""
+    """Compute the attention of rows with one token each, q [B, K, G, D], over the keys that they
+    see (`seen`) in the blocks [B, n]."""
     k, v = _gather(kv, blocks, q.dtype)
     mask = seen[:, None, None]
     if q.is_cpu:
@@ -204,9 +207,9 @@ def _attend_seen(
 
 
 def _buckets(spans: list[int]) -> list[tuple[list[int], int]]:
-    """Group rows to compute together, each group with its widest span. Spans of a group are within
-    a factor of two; all rows form one group if padding adds at most half to the cost.
-    """
+    """Divide rows into groups to compute together, given the number of cache blocks of each row
+    (`spans`). Returns the rows and the widest span of each group. Spans of a group are within a
+    factor of two; all rows form one group if padding adds at most half to the cost."""
     widest = max(spans)
     if 2 * widest * len(spans) <= 3 * sum(spans):
         return [(list(range(len(spans))), widest)]
@@ -226,9 +229,8 @@ def _chunk(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend with tokens [t, H, D] of one row at positions [kv_len - t, kv_len), in tiles, so that
-    keys after a tile or before all its windows cost nothing.
-    """
+    """Compute the attention of one row's tokens [t, H, D] at positions [kv_len - t, kv_len) in
+    tiles, so that keys after a tile or before all its windows cost nothing."""
     block_size = kv.shape[3]
     num_tokens = q.shape[0]
     low = max(0, kv_len - num_tokens - window + 1) if window else 0
@@ -262,9 +264,8 @@ def _tile(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend with q [t, H, D] over k, v [1, K, keys, D]. The query heads of one kv head become
-    further query positions, so keys are never repeated in memory.
-    """
+    """Compute the attention of one tile of tokens, q [t, H, D] over k, v [1, K, keys, D]. The query
+    heads of one kv head become further query positions, so keys are never repeated in memory."""
     num_tokens, _, head_dim = q.shape
     heads = k.shape[1]
     grouped = q.reshape(num_tokens, heads, -1, head_dim).permute(1, 2, 0, 3)  # [K, G, t, D]
@@ -277,7 +278,8 @@ def _tile(
 
 
 def _gather(kv: Tensor, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Gather keys and values of blocks [B, n] in one copy: each [B, K, n * block_size, D]."""
+    """Gather the keys and values of cache blocks [B, n] in one copy: each [B, K, n * block_size,
+    D]."""
     _, planes, heads, block_size, head_dim = kv.shape
     part = torch.arange(planes * heads, device=kv.device).view(planes, 1, heads, 1)
     index = (blocks * (planes * heads))[:, None] + part  # [2, B, K, n]
@@ -295,8 +297,8 @@ def _attend(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute softmax(q k^T * scale) v over the last two dims. `mask` is True for visible keys;
-    `sinks` [K, queries, 1] has one sink per query.
+    """Compute attention, softmax(q k^T * scale) v, over the last two dims. `mask` is True for
+    visible keys; `sinks` [K, queries, 1] has one sink per query.
 
     Scores and softmax are float32. For few queries, plain products are faster than fused attention.
     """

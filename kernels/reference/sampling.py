@@ -43,7 +43,7 @@ def gumbel_noise(seeds: Tensor, choices: Tensor, positions: Tensor, vocab: int) 
 
 
 def gumbel_at(seeds: Tensor, choices: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Return the noise of some token ids only: int64 [B, n] -> float32 [B, n]."""
+    """Return the Gumbel noise of some token ids only: ids int64 [B, n] to noise float32 [B, n]."""
     u = _uniform(seeds, choices, positions, token_ids)
     return (-_log(-_log(u))).to(torch.float32)
 
@@ -73,7 +73,8 @@ def gumbel_argmax(scores: Tensor, seeds: Tensor, choices: Tensor, positions: Ten
 
 
 def _uniform(seeds: Tensor, choices: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Return float64 in (0, 1), each exactly (bits + 1/2) / 2**32."""
+    """Return a pseudorandom number for each token id, float64 in (0, 1), exactly (bits + 1/2) /
+    2**32."""
     key = _mix(seeds + GOLDEN)
     key = _mix((key ^ choices) + GOLDEN)
     key = _mix((key ^ positions) + GOLDEN)
@@ -82,12 +83,12 @@ def _uniform(seeds: Tensor, choices: Tensor, positions: Tensor, token_ids: Tenso
 
 
 def _shift(x: Tensor, count: int) -> Tensor:
-    """Shift int64 right as if unsigned."""
+    """Shift int64 numbers right as if they were unsigned."""
     return (x >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Apply SplitMix64's finalizer; products wrap modulo 2**64."""
+    """Apply the finalizer of the hash SplitMix64 to int64 numbers; products wrap modulo 2**64."""
     x = _shift(x, 30).bitwise_xor_(x).mul_(MULTIPLIER_1)
     x = _shift(x, 27).bitwise_xor_(x).mul_(MULTIPLIER_2)
     return _shift(x, 31).bitwise_xor_(x)
@@ -111,7 +112,8 @@ def _log(x: Tensor) -> Tensor:
 
 
 class LogitEdits:
-    """The edits of one stream, updated with its generated ids at each use."""
+    """The edits of one stream's logits (bias, penalties, hidden ids), updated with its generated
+    ids at each use."""
 
     def __init__(self, settings: StreamSettings, vocab: int, device: torch.device) -> None:
         self._settings = settings
@@ -134,11 +136,11 @@ class LogitEdits:
         self._always = any(x is not None for x in (self._bias, self._counts, self._seen))
 
     def active(self, num_generated: int) -> bool:
-        """Return whether the logits of the next token are edited at all."""
+        """Return whether the logits of the stream's next token are edited at all."""
         return self._always or self._masks(num_generated)
 
     def apply(self, scores: Tensor, generated: list[int]) -> None:
-        """Edit one row of float32 logits [vocab] in place."""
+        """Edit the stream's logits for its next token in place: one row, float32 [vocab]."""
         settings = self._settings
         self._count(generated)
         if self._bias is not None:
@@ -173,13 +175,13 @@ class LogitEdits:
 
 
 def _add(counts: Tensor, ids: Sequence[int], times: int) -> None:
-    """Add `times` to the counts for each occurrence of an id."""
+    """Add `times` to the count of an id for each time that it occurs in `ids`."""
     index = _ids(ids, counts.device)
     counts.index_add_(0, index, torch.full((len(ids),), float(times), device=counts.device))
 
 
 def disallowed(mask: Mask, scores: Tensor) -> Tensor:
-    """Return the tokens of one row of scores that a mask excludes, bool [vocab]."""
+    """Return which tokens of a row of scores a mask excludes, bool [vocab]."""
     bits = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little", count=len(scores))
     return torch.from_numpy(bits == 0).to(scores.device)
 
@@ -189,7 +191,8 @@ def _ids(ids: object, device: torch.device) -> Tensor:
 
 
 def candidates(scaled: Tensor, settings: StreamSettings) -> Tensor:
-    """Return the ids that the filters keep of logits / T [vocab]: int64 [n], ascending.
+    """Return the token ids that top_k, top_p and min_p keep, given logits / T [vocab]: int64 [n],
+    ascending.
 
     In this order: the k best; of those, the best whose probabilities sum to top_p; of those, the
     ones with at least min_p times the best probability. The best token always stays.
@@ -208,7 +211,8 @@ def candidates(scaled: Tensor, settings: StreamSettings) -> Tensor:
 
 
 def _nucleus_floor(scaled: Tensor, top_p: float) -> Tensor:
-    """Return the logit of the last token of the nucleus (Holtzman et al., arXiv:1904.09751)."""
+    """Return the smallest logit of the nucleus, the best tokens whose probabilities add up to top_p
+    (Holtzman et al., arXiv:1904.09751)."""
     total = scaled.double().logsumexp(0)
     count = min(len(scaled), FIRST_SORT)
     while True:
@@ -221,7 +225,8 @@ def _nucleus_floor(scaled: Tensor, top_p: float) -> Tensor:
 
 
 class ReferenceStream:
-    """A stream's settings, and cached edits that depend on its generated ids."""
+    """The sampling state of one token stream: its settings, and its logit edits, cached from token
+    to token."""
 
     def __init__(self, settings: StreamSettings, vocab: int) -> None:
         self.settings = settings
@@ -236,7 +241,7 @@ class ReferenceStream:
 
 
 def stream(settings: StreamSettings, vocab: int) -> ReferenceStream:
-    """Create a token stream over a vocabulary of `vocab` ids."""
+    """Create the sampling state of a token stream over a vocabulary of `vocab` ids."""
     return ReferenceStream(settings, vocab)
 
 
@@ -248,10 +253,10 @@ def sample(
     generated: Sequence[list[int]],
     masks: Sequence[Mask | None] | None = None,
 ) -> list[int]:
-    """Sample the next token of each stream; -1 if the best score is not finite.
+    """Sample the next token of each stream; -1 for a stream whose best score is not finite.
 
-    logits float32 [n, vocab] are not modified; stream i uses row rows[i] and has generated[i] so
-    far. If masks[i] is set, only its tokens may be sampled.
+    logits float32 [n, vocab] are not modified. Stream i uses row rows[i] of the logits; its ids so
+    far are generated[i]. If masks[i] is set, only the tokens that it allows may be sampled.
     """
     if not rows:
         return []
@@ -294,7 +299,8 @@ def _keys(
     generated: Sequence[list[int]],
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return seeds (in two's complement), choices and positions for the noise."""
+    """Return the seeds (in two's complement), choices and positions from which the noise of these
+    streams follows."""
     seeds = [streams[i].settings.seed for i in indices]
     return (
         torch.tensor([s - (1 << 64) if s >> 63 else s for s in seeds], device=device),
@@ -307,8 +313,8 @@ def _keys(
 def logprobs(
     logits: Tensor, tokens: Sequence[int], count: int, also: Sequence[int] = ()
 ) -> list[TokenScores]:
-    """Return the log-probability of tokens[r] under row r of raw logits [rows, vocab], with those
-    of the `count` best tokens of the row and then of the ids in `also`."""
+    """Return for each row r of raw logits [rows, vocab] the log-probability of tokens[r], then
+    those of the `count` best tokens of the row and of the ids in `also`."""
     token_ids = torch.tensor(tokens, device=logits.device)
     total = logits.logsumexp(dim=-1)
     token_logprobs = (logits.gather(1, token_ids[:, None])[:, 0] - total).tolist()
@@ -325,7 +331,8 @@ def logprobs(
 
 
 def _best(rows: Tensor, total: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
-    """Return the best tokens of each row, best first; ties go to the lowest id."""
+    """Return the `count` best tokens of each row with their log-probabilities, best first; ties go
+    to the lowest id."""
     floors = rows.topk(min(count, rows.shape[1])).values[:, -1]
     best = []
     for row, floor, log_sum in zip(rows, floors, total.tolist(), strict=True):

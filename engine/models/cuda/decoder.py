@@ -1,10 +1,10 @@
-"""The decoder on the CUDA kernels: the fused parts of a model, launched one after the other, and
-recorded decode steps, which are one launch in place of hundreds.
+"""The decoder on the CUDA kernels. It launches the fused parts of a model one after the other, or
+replays a CUDA graph of a whole decode step, which is one launch in place of hundreds.
 
-The decoder owns the weights, which never change; keys and values belong to the KvCache of the
-caller. A graph is recorded for a number of rows and for the keys that its rows may have. A step
-uses the smallest graph that holds it, padded with rows that have no keys and write nothing. All
-graphs read their numbers from one array, at offsets that the graph's shape determines.
+The decoder owns the weights, which never change; keys and values belong to the caller's KvCache. A
+graph is recorded for a number of rows and a maximum number of keys per row. A decode step replays
+the smallest graph that has room for it, padded with rows that have no keys and write nothing. All
+graphs read their inputs from one integer array, at offsets that only the graph's shape determines.
 """
 
 from bisect import bisect_left
@@ -36,14 +36,17 @@ FIRST_KEYS = 512
 
 
 class Recorder(Protocol):
-    """Records the launches of a function, to be replayed as one CUDA graph."""
+    """The interface of a recorder, which turns the kernel launches of a function into one CUDA
+    graph."""
 
     def record(self, launch: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Return a function that repeats the launches; it returns the recorded tensor."""
+        """Record the kernel launches of `launch`. The returned function replays them and returns
+        the tensor that `launch` returned, with new contents."""
 
 
 class CudaRecorder:
-    """CUDA graphs, which share the memory of their results: read one before the next runs."""
+    """Records CUDA graphs on one stream. The graphs share the memory of their results, so read the
+    result of one graph before the next one runs."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -68,14 +71,16 @@ class CudaRecorder:
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """The capacity of a graph."""
+    """The capacity of a recorded decode graph: its number of rows, and the most keys that a row may
+    have."""
 
     rows: int
     keys: int  # maximum of a row
 
 
 class DecodeGraphs:
-    """The graphs of a decoder over one KV cache."""
+    """The CUDA graphs of a decoder's decode steps over one KV cache, one graph for each
+    GraphShape."""
 
     def __init__(
         self,
@@ -86,7 +91,8 @@ class DecodeGraphs:
         max_rows: int,
         context_len: int,
     ) -> None:
-        """Record the graphs. `launch` returns the final hidden states of a whole decode step."""
+        """Record a graph for each shape up to `max_rows` rows and `context_len` keys. `launch`
+        computes the final hidden states of a whole decode step."""
         self._buffer = buffer = InputBuffer(device)
         self._block_size = block_size = spec.block_size
         num_groups = len(spec.groups)
@@ -100,7 +106,8 @@ class DecodeGraphs:
                 self._replays[shape] = recorder.record(partial(launch, inputs))
 
     def shape_of(self, batch: Batch[Ints]) -> GraphShape | None:
-        """Return the smallest graph that holds a step; None if no graph does."""
+        """Return the shape of the smallest graph that can run a step; None if the step has other
+        rows than decode rows, or exceeds every graph."""
         rows, keys = batch.num_decode_rows, max(batch.kv_lens)
         is_plain = rows == len(batch.kv_lens) == len(batch.logit_tokens)
         if not is_plain or rows > self._rows[-1] or keys > self._keys[-1]:
@@ -110,13 +117,15 @@ class DecodeGraphs:
         )
 
     def run(self, batch: Batch[Ints], shape: GraphShape) -> Tensor:
-        """Return the final hidden states [rows, hidden] of a step that `shape` holds."""
+        """Replay the graph of `shape` on a step's inputs and return the final hidden states [rows,
+        hidden] of the step's rows."""
         self._buffer.put(padded(batch, shape, self._block_size), shape.keys)
         return self._replays[shape]()[: batch.num_decode_rows]
 
 
 def row_counts(max_rows: int) -> list[int]:
-    """Return powers of two, from 16 on with one count between, up to one that holds `max_rows`."""
+    """Return the numbers of rows to record graphs for: powers of two and, from 16 on, also the
+    numbers halfway between two powers. The last number is at least `max_rows`."""
     counts = [1, 2, 4, 8, 16]
     while counts[-1] < max_rows:
         power = 1 << counts[-1].bit_length() - 1
@@ -125,7 +134,8 @@ def row_counts(max_rows: int) -> list[int]:
 
 
 def key_counts(context_len: int) -> list[int]:
-    """Return powers of KEYS_FACTOR times FIRST_KEYS, up to the context."""
+    """Return the maximum numbers of keys per row to record graphs for: FIRST_KEYS, then each
+    KEYS_FACTOR times the previous one, up to `context_len`."""
     counts = [min(FIRST_KEYS, context_len)]
     while counts[-1] < context_len:
         counts.append(min(counts[-1] * KEYS_FACTOR, context_len))
@@ -133,7 +143,8 @@ def key_counts(context_len: int) -> list[int]:
 
 
 def padded(batch: Batch[Ints], shape: GraphShape, block_size: int) -> Batch[Ints]:
-    """Return the step with as many rows, and as wide tables, as the graph has."""
+    """Pad a decode step to the shape of a graph: `shape.rows` rows, and block tables wide enough
+    for `shape.keys` keys. Added rows have no keys and write to no slot."""
     missing = shape.rows - batch.num_decode_rows
     width = -(-shape.keys // block_size)
 
@@ -162,7 +173,7 @@ def padded(batch: Batch[Ints], shape: GraphShape, block_size: int) -> Batch[Ints
 
 
 def _empty_batch(shape: GraphShape, num_groups: int, block_size: int) -> Batch[Ints]:
-    """Return a step without rows, padded."""
+    """Return a decode step that consists of padding rows only, with which a graph is recorded."""
     empty = np.zeros(0, np.int64)
     group = GroupTable(np.zeros((0, 0), np.int64), empty)
     batch = Batch(empty, empty, (0,), (), 0, (group,) * num_groups, empty)
@@ -170,7 +181,7 @@ def _empty_batch(shape: GraphShape, num_groups: int, block_size: int) -> Batch[I
 
 
 class CudaDecoder:
-    """The counterpart of `Decoder` on pdserve's CUDA kernels.
+    """A decoder-only transformer on pdserve's CUDA kernels, with the methods of `Decoder`.
 
     A token's result has the same bits whatever else is in the batch, and however its sequence is
     cut into chunks.
@@ -186,8 +197,9 @@ class CudaDecoder:
         numerics: str = "",
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """`stream`: the stream to launch on. It becomes the current stream of each thread that
-        calls a method, so that operations on the results are in order. None: the current stream."""
+        """Load the weights. `stream` is the CUDA stream to launch on, None the current one. It
+        becomes the current stream of each thread that calls a method, so that operations on the
+        results run in order."""
         self.config = config
         self.kv_groups: tuple[LayerGroup, ...] = config.kv_groups(kv_dtype)
         self.numerics = numerics
@@ -221,7 +233,8 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch[Ints], kv: KvCache) -> Tensor:
-        """Run a step like Decoder.forward."""
+        """Compute one step like Decoder.forward: write the keys and values of the batch's tokens to
+        `kv`, and return the final hidden states. Replays a recorded graph if one fits."""
         self._make_current()
         graphs = self._graphs if kv is self._graphs_kv else None
         if graphs is not None and (shape := graphs.shape_of(batch)) is not None:
@@ -230,7 +243,8 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def record(self, recorder: Recorder, kv: KvCache, max_rows: int) -> None:
-        """Record the steps that have only decode rows, up to max_rows of them, over that cache."""
+        """Record CUDA graphs of the decode steps with up to `max_rows` rows over the cache `kv`;
+        `forward` then replays them."""
         self._make_current()
         self._graphs = DecodeGraphs(
             lambda inputs: self._run(inputs, kv, False),
@@ -256,7 +270,7 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits like Decoder.logits."""
+        """Return the logits of hidden states, float32 [n, vocab], like Decoder.logits."""
         self._make_current()
         logits = self._head(hidden, out_dtype=torch.float32)
         if self.config.logit_scale != 1:
@@ -265,13 +279,13 @@ class CudaDecoder:
         return torch.tanh(logits / cap).mul_(cap) if cap else logits
 
     def states(self, hidden: Tensor) -> NDArray[np.float32]:
-        """Return the states like Decoder.states."""
+        """Copy hidden states to host memory, as float32 [n, hidden], like Decoder.states."""
         self._make_current()
         states: NDArray[np.float32] = hidden.float().cpu().numpy()
         return states
 
     def synchronize(self) -> None:
-        """Wait for the stream like DeviceModel.synchronize."""
+        """Wait until all work launched on the decoder's stream has ended."""
         if self._device.type == "cuda":
             (self._stream or torch.cuda.current_stream(self._device)).synchronize()
 
@@ -281,14 +295,15 @@ class CudaDecoder:
 
 
 def _tied(weights: Weights) -> Weights:
-    """Return weights that load the embedding once and use it for the head as well."""
+    """Wrap the weights of a model whose head is its embedding: the embedding is loaded once and
+    returned whenever its name is requested."""
     embedding = weights(EMBEDDING)
     return lambda name: embedding if name == EMBEDDING else weights(name)
 
 
 def _rotation(rope: RopeConfig, context_len: int, device: torch.device) -> Rotation:
-    """Return tables of all positions, so that they need not grow: a recorded graph keeps their
-    addresses."""
+    """Return a rope's tables of cos and sin for all positions of a context. They never grow,
+    because a recorded graph keeps their addresses."""
     table = RopeTable(rope, context_len)
     table.reserve(context_len)
     return Rotation(torch.from_numpy(table.cos).to(device), torch.from_numpy(table.sin).to(device))

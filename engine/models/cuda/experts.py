@@ -1,4 +1,5 @@
-"""A mixture of experts: its stacked weights, and its launches, whose number no token changes."""
+"""A mixture of experts on the CUDA kernels: the stacked weights of the experts, and their launches,
+whose number does not depend on which experts the tokens choose."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,14 +25,16 @@ from pdserve.kernels.cuda.linear import DeviceMatrix
 
 @dataclass(frozen=True, slots=True)
 class ExpertProduct:
-    """A product with one or several matrices of each expert: [pairs, N] to [pairs, rows]."""
+    """A product of each (token, expert) pair with one or several matrices of that expert; the
+    result is [pairs, rows]."""
 
     stacks: tuple[tuple[int, MatrixStack], ...]  # (first output row, stack)
     rows: int
     bias: Tensor | None  # float32 [experts, rows]
 
     def __call__(self, x: Tensor, groups: Groups, *, by_pair: bool) -> Tensor:
-        """Multiply x: [pairs, N] in group order if `by_pair`, else [tokens, N]."""
+        """Multiply the x of each pair with its expert's matrices. x is [pairs, N] in the order of
+        `groups` if `by_pair`, else [tokens, N]. Returns [pairs, rows]."""
         out = torch.empty((len(groups.pairs), self.rows), dtype=x.dtype, device=x.device)
         for begin, stack in self.stacks:
             end = begin + stack.first.rows
@@ -41,8 +44,9 @@ class ExpertProduct:
 
 
 class ExpertMatrices:
-    """Collects the matrices of one expert after the other. Each matrix is copied to its place, so
-    only one expert is held twice at a time. If experts' formats differ, each format is a stack."""
+    """Collects the matrices of all experts into stacks, one stack for each storage format. Experts
+    are added one by one and copied to their places, so that only one expert is held twice at a
+    time."""
 
     def __init__(self, weights: DeviceWeights, experts: int) -> None:
         self._weights = weights
@@ -52,7 +56,8 @@ class ExpertMatrices:
         self._biases: list[Tensor] = []
 
     def add(self, expert: int, linear: Linear) -> None:
-        """Add an expert's matrices; columns in a different order are stored as plain numbers."""
+        """Add the matrices of one expert. A matrix whose columns are stored in a different order is
+        converted to plain numbers."""
         weights = self._weights
         raws = [weights.stored(spec.name) for spec in linear.weights]
         begin = 0
@@ -74,7 +79,7 @@ class ExpertMatrices:
 
 
 class _Stack:
-    """Space for a matrix of each expert."""
+    """Device memory for one matrix of each expert, all of one format and shape."""
 
     def __init__(self, first: DeviceMatrix, experts: int) -> None:
         self._first = first
@@ -108,13 +113,13 @@ def _tensors(matrix: DeviceMatrix) -> Sequence[Tensor | None]:
 
 
 def _kind(matrix: DeviceMatrix) -> Hashable:
-    """Return what matrices of one stack have in common."""
+    """Return a key of the properties that all matrices of one stack have in common."""
     tensors = tuple(None if t is None else (t.shape, t.dtype) for t in _tensors(matrix))
     return matrix.rows, matrix.cols, matrix.dtype, matrix.layout, matrix.group_blocks, tensors
 
 
 class SharedExpert:
-    """The gated MLP that every token goes to."""
+    """Computes the shared expert, a gated MLP that every token goes through."""
 
     def __init__(self, expert: Expert, activation: Gating, weights: DeviceWeights) -> None:
         self._gate_up = weights.product(expert.gate_up.weights, expert.gate_up.biases)
@@ -126,7 +131,8 @@ class SharedExpert:
 
 
 class RoutedExperts:
-    """The gated MLPs that tokens are routed to."""
+    """Computes the routed experts: gated MLPs of which each token goes only through its chosen
+    ones."""
 
     def __init__(self, part: Experts, weights: DeviceWeights) -> None:
         self._count = len(part.experts)
@@ -141,7 +147,8 @@ class RoutedExperts:
     def __call__(
         self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
     ) -> Tensor:
-        """Return the weighted sum of the chosen experts' results, plus the shared expert's."""
+        """Return the weighted sum of the results of each token's chosen experts, [T, hidden]. If
+        given, the shared expert's result is added, times the sigmoid of its gate."""
         tiles = tile_tokens(self._stacks, chosen.numel(), self._count)
         groups = group(chosen, self._count, tiles)
         hidden = gated(self._gate_up(x, groups, by_pair=False), self._activation)
@@ -149,7 +156,8 @@ class RoutedExperts:
 
 
 class LaunchedExperts:
-    """Maps x [T, hidden] to [T, hidden]. Scores and the router's products are float32."""
+    """Launches a whole mixture of experts: maps x [T, hidden] to [T, hidden]. Routing scores and
+    the router's products are float32."""
 
     def __init__(self, part: Experts, weights: DeviceWeights) -> None:
         self._routing = asdict(part.routing)

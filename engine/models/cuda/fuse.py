@@ -1,7 +1,8 @@
-"""Decides which parts of a model one launch computes together. Pure: parts in, parts out.
+"""Fuses neighbouring parts of a model where one kernel launch can compute them together. Pure:
+parts in, parts out.
 
-All layers become one list, so that the sum at the end of a layer and the norm at the beginning of
-the next are also one part.
+The parts of all layers form one list, so that the sum at the end of a layer and the norm at the
+beginning of the next layer are also fused.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,8 +30,9 @@ from pdserve.engine.models.rope import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class PrepareHeads(Part):
-    """Applies norm and rope to the heads of q and k that begin at column `begin` of x, and stores
-    new keys and values in the cache of `layer`. Without a layer all heads stay in x."""
+    """A fused part: applies norm and rope to the heads of q and k, which begin at column `begin` of
+    x, and stores new keys and values in the KV cache of `layer`. If `layer` is None, nothing is
+    stored and all heads stay in x."""
 
     heads: Heads
     begin: int = 0
@@ -42,7 +44,8 @@ class PrepareHeads(Part):
 
 @dataclass(frozen=True, slots=True)
 class Attend(Part):
-    """Attention over the cache of `layer`, which already has this step's keys and values."""
+    """A part that computes attention over the KV cache of `layer`, after PrepareHeads has stored
+    this step's keys and values there."""
 
     attention: Attention
     layer: int
@@ -50,8 +53,8 @@ class Attend(Part):
 
 @dataclass(frozen=True, slots=True)
 class AddNorm(Part):
-    """Adds x * factor to the residual stream, plus the held value if `held`; x is then the stream's
-    norm, or the stream if `norm` is None."""
+    """A fused part: adds x * factor to the residual stream, plus the value that Hold set aside if
+    `held`. x becomes the norm of the stream, or the stream itself if `norm` is None."""
 
     held: bool
     factor: float
@@ -60,13 +63,15 @@ class AddNorm(Part):
 
 @dataclass(frozen=True, slots=True)
 class SplitLinear(Part):
-    """A product whose split sums the next part adds."""
+    """A matrix product that may be left as sums over splits of the columns; the next part adds
+    these sums."""
 
     linear: Linear
 
 
 def fused_parts(config: ModelConfig) -> list[Part]:
-    """Return the fused parts of all layers."""
+    """Return the parts of all layers in order, fused where one launch can compute several of
+    them."""
     layers = ((n, part) for n in range(config.num_layers) for part in layer_parts(config, n))
     parts = list(_fused(list(layers)))
     return [
@@ -97,7 +102,8 @@ def _fused(parts: Sequence[tuple[int, Part]]) -> Iterator[Part]:
 
 
 def _is_of_rows(norm: HeadNorm) -> bool:
-    """Return whether all heads of q, or all of k, share one norm."""
+    """Return whether a norm covers all heads of q, or all heads of k, as one row, instead of each
+    head."""
     return norm.q.shape[0] != norm.heads.dim or norm.k.shape[0] != norm.heads.dim
 
 
@@ -110,7 +116,8 @@ def _row_norms(norm: HeadNorm) -> Iterator[Part]:
 
 
 def _heads(parts: Iterable[tuple[int, Part]]) -> tuple[list[Part], int]:
-    """Fuse head norms, rope and attention; return also how many parts are consumed."""
+    """Fuse the head norm, rope and attention at the beginning of `parts`. Return the fused parts,
+    and how many parts they replace."""
     rest = list(parts)
     norm = rope = None
     consumed = 0
@@ -137,7 +144,8 @@ def _agrees(attention: Attention, heads: Heads, rope: Rope | None) -> bool:
 
 
 def _sum(parts: Sequence[tuple[int, Part]]) -> tuple[list[Part], int]:
-    """Fuse parts that begin with a scale or a sum; return also how many parts are consumed."""
+    """Fuse the scale, sum and norm at the beginning of `parts`. Return the fused parts, and how
+    many parts they replace."""
     rest = [part for _, part in parts]
     factor, consumed = 1.0, 0
     if isinstance(rest[0], Scale):

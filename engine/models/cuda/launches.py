@@ -1,4 +1,4 @@
-"""The launches of each kind of part. None of them waits for the device."""
+"""The kernel launches that compute each kind of part on CUDA. No launch waits for the device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,14 +42,16 @@ from pdserve.kernels.cuda.linear import SplitSums
 
 @dataclass(frozen=True, slots=True)
 class LaunchSetup:
-    """The objects that launches are made from."""
+    """What launches are made from: the model's weights on the device, and the tables of each
+    rope."""
 
     weights: DeviceWeights
     ropes: dict[RopeConfig, Rotation]  # of every position of a context
 
 
 def launch_of(part: Part, setup: LaunchSetup) -> Launch:
-    """Make what computes a part. Raises UnsupportedModel for a kind that nothing computes."""
+    """Make the launch that computes a part. Raises UnsupportedModel for a kind of part that the
+    CUDA kernels cannot compute."""
     weights = setup.weights
     match part:
         case Norm() | LayerNorm():
@@ -84,7 +86,7 @@ def launch_of(part: Part, setup: LaunchSetup) -> Launch:
 
 
 def _mapped(function: Callable[[Tensor], Tensor | SplitSums]) -> Launch:
-    """Return the launch that replaces x by the function of x."""
+    """Return a launch that replaces x, the value passed from part to part, by function(x)."""
 
     def launch(run: Run) -> None:
         run.x = function(run.x)
@@ -93,7 +95,8 @@ def _mapped(function: Callable[[Tensor], Tensor | SplitSums]) -> Launch:
 
 
 def _gate(part: Gate) -> Launch:
-    """Return the launch that maps x [T, 2 N], or the sums of its splits, to [T, N]."""
+    """Return the launch of a gated activation, which maps x [T, 2 N], or the split sums of x, to
+    [T, N]."""
 
     def launch(run: Run) -> None:
         run.x = gated(run.sums, part.activation)
@@ -102,12 +105,13 @@ def _gate(part: Gate) -> Launch:
 
 
 def hold(run: Run) -> None:
-    """Set x aside until it is added to the residual; x becomes the residual."""
+    """Set x aside in `run.held` until a later sum adds it to the residual stream; x becomes the
+    residual stream."""
     run.x, run.held = run.residual, run.x
 
 
 class LaunchedNorm:
-    """Replaces x by its norm."""
+    """Launches an RMS norm or a layer norm: replaces x by its norm."""
 
     def __init__(self, part: Norm | LayerNorm, setup: LaunchSetup) -> None:
         self.eps = part.eps
@@ -127,7 +131,8 @@ class LaunchedNorm:
 
 
 def _add_norm(part: AddNorm, setup: LaunchSetup) -> Launch:
-    """Return the launch that adds x to the residual; x becomes the residual, or its norm."""
+    """Return the launch that adds x to the residual stream. x becomes the stream, or the stream's
+    norm if the part has one."""
     stream_norm = LaunchedNorm(part.norm, setup) if part.norm else None
 
     def launch(run: Run) -> None:
@@ -151,7 +156,8 @@ def _add_norm(part: AddNorm, setup: LaunchSetup) -> Launch:
 
 
 def _slice_norm(part: SliceNorm, setup: LaunchSetup) -> Launch:
-    """Return the launch that replaces the columns of x from `part.begin` on by their norm."""
+    """Return the launch that norms a slice of x in place: the columns from `part.begin` on, as many
+    as the weight has."""
     weight = setup.weights.vector(part.weight)
 
     def launch(run: Run) -> None:
@@ -162,8 +168,8 @@ def _slice_norm(part: SliceNorm, setup: LaunchSetup) -> Launch:
 
 
 class LaunchedHeadLinear:
-    """A product for each head: maps x [T, heads * (kept + inputs) + rest] to [T, heads * (kept +
-    outputs) + rest]."""
+    """Launches a product with a separate matrix for each head: maps x [T, heads * (kept + inputs) +
+    rest] to [T, heads * (kept + outputs) + rest]. `kept` and `rest` values are copied."""
 
     def __init__(self, part: HeadLinear, setup: LaunchSetup) -> None:
         raw = setup.weights.stored(part.weight.name)
@@ -191,7 +197,8 @@ class LaunchedHeadLinear:
 
 
 class LaunchedHeads:
-    """Changes q in place, and k if it is not stored; stored heads stay unchanged in x."""
+    """Launches norm and rope of the heads in x. Queries change in place. Keys and values go to the
+    cache and stay unchanged in x; if the part stores nothing, keys also change in place."""
 
     def __init__(self, part: PrepareHeads, setup: LaunchSetup) -> None:
         heads, self._layer = part.heads, part.layer
@@ -217,8 +224,9 @@ class LaunchedHeads:
 
 
 class LaunchedAttention:
-    """Replaces x [T, columns], whose first columns are the queries, by the outputs of the heads:
-    [T, q heads * size], where size is `latent` with latent attention, else the head dim."""
+    """Launches attention. Replaces x [T, columns], whose first columns are the queries, by the
+    outputs of the heads: [T, q heads * size], where size is `latent` with latent attention, else
+    the head dim."""
 
     def __init__(self, part: Attend, setup: LaunchSetup) -> None:
         self._part, self._layer = part.attention, part.layer

@@ -1,8 +1,8 @@
-"""The data that passes to and between the launches of a step: its integers on the device, and the
-values of each launch.
+"""The data of one step on the device: its integer inputs (token ids, positions, block tables), and
+the values that pass from launch to launch.
 
-The integers are in one array of int32, so that a step costs one copy. The offsets of a launch's
-numbers depend only on the step's shape, so that a recorded graph finds them again.
+The integers are in one int32 array, so that a step costs one copy. The offset of each input in that
+array depends only on the step's shape, so that a recorded graph finds it at the same address.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ Numbers = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class GroupInputs:
-    """The locations of keys and values of one layer group."""
+    """Where one group of layers reads and writes keys and values in the KV cache during a step."""
 
     rows: Rows
     slots: Tensor  # [tokens]; negative: not stored
@@ -32,7 +32,7 @@ class GroupInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of one step; tensors are int32 on the device."""
+    """The integer inputs of one step; tensors are int32 on the device."""
 
     token_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens]
@@ -41,20 +41,23 @@ class StepInputs:
     token_indices: Tensor  # [rows]: of UnreadTokens
 
     def take(self, tokens: Tensor) -> None:
-        """Replace the token ids by tokens that the host has not read. A token that could not be
-        sampled, which is negative, becomes an arbitrary one: its row is discarded."""
+        """Replace the token ids by sampled tokens that are on the device and not yet read by the
+        host. A negative token, which could not be sampled, becomes 0: the result of its row is
+        discarded."""
         self.token_ids.copy_(tokens.index_select(0, self.token_indices).clamp_(min=0))
 
 
 class InputBuffer:
-    """Memory for the inputs of one step at a time, at constant addresses."""
+    """Device memory for the inputs of one step at a time, at constant addresses that recorded
+    graphs can keep."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._numbers: Tensor | None = None
 
     def put(self, batch: Batch[Ints], max_kv_len: int) -> StepInputs:
-        """Upload a batch to the same addresses; the first batch must be the largest."""
+        """Upload a batch's inputs over the previous ones. The first batch sets the size of the
+        buffer, so it must be the largest."""
         arrays = _arrays(batch)
         staged, offsets = _staged(arrays, self._device)
         if self._numbers is None:
@@ -64,7 +67,7 @@ class InputBuffer:
 
 
 def upload(batch: Batch[Ints], device: torch.device) -> StepInputs:
-    """Upload a batch to newly allocated memory."""
+    """Upload a batch's inputs to newly allocated device memory."""
     arrays = _arrays(batch)
     staged, offsets = _staged(arrays, device)
     on_device = staged.to(device, non_blocking=True)
@@ -89,7 +92,8 @@ def _arrays(batch: Batch[Ints]) -> list[Numbers]:
 
 
 def _staged(arrays: Sequence[Numbers], device: torch.device) -> tuple[Tensor, list[int]]:
-    """Return all numbers in one array that the device can read, and the offset of each."""
+    """Copy arrays into one host array that the device can read, int32; return it and the offset of
+    each array."""
     offsets, total = list[int](), 0
     for array in arrays:
         offsets.append(total)
@@ -131,8 +135,9 @@ def _inputs(batch: Batch[Ints], tensors: Sequence[Tensor], max_kv_len: int) -> S
 
 
 class Run:
-    """The values of one pass over the parts. `residual` is the residual stream [tokens, hidden],
-    which sums change in place; `kv` has, by model layer, its blocks and its group."""
+    """The values of one pass over a model's parts. x is the value passed from part to part;
+    `residual` is the residual stream [tokens, hidden], which sums change in place; `kv` has the
+    cache blocks and the group number of each layer."""
 
     def __init__(
         self,
@@ -146,7 +151,8 @@ class Run:
 
     @property
     def x(self) -> Tensor:
-        """The input of the next part."""
+        """The input of the next part, as a tensor; must not be split sums that no part has
+        added."""
         assert not isinstance(self._x, SplitSums), "the split sums of x have not been added"
         return self._x
 
@@ -156,11 +162,13 @@ class Run:
 
     @property
     def sums(self) -> Tensor | SplitSums:
-        """x, for a part that adds the splits itself."""
+        """The input of the next part, for a part that also accepts split sums and adds them
+        itself."""
         return self._x
 
 
 class Launch(Protocol):
-    """A part, ready to run."""
+    """The interface of a part that is ready to run on CUDA: a call launches its kernels, which
+    replace x in `run`."""
 
     def __call__(self, run: Run) -> None: ...

@@ -1,5 +1,5 @@
-"""Stored weights as the CUDA kernels hold them: packed on the device, or expanded to plain numbers
-if the kernels have no packed form."""
+"""A model's weights on the device: packed for the CUDA kernels, or expanded to plain numbers if the
+kernels have no packed form of their format."""
 
 import logging
 from collections import Counter
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product with matrices over one input, side by side: x [T, N] to [T, rows of all]."""
+    """A product of one input with several matrices, side by side: x [T, N] to [T, rows of all
+    matrices]."""
 
     matrices: tuple[DeviceMatrix, ...]
     bias: Tensor | None  # float32 [rows of all]
@@ -40,7 +41,8 @@ class Product:
     def __call__(
         self, x: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return the product in x's dtype or in `out_dtype`, or write it to `out`."""
+        """Multiply x [T, N] with all matrices and add the bias. The result is `out` if given, else
+        a new tensor of `out_dtype` or x's dtype."""
         if self.columns is not None:
             x = x.index_select(1, self.columns)
         if out is None:
@@ -55,7 +57,8 @@ class Product:
         return out
 
     def split(self, x: Tensor) -> Tensor | SplitSums:
-        """Return the product, or the sums of splits if there is a single matrix."""
+        """Multiply x like `__call__`, but if there is a single matrix, leave the sums of its splits
+        for the next part to add."""
         if len(self.matrices) > 1:
             return self(x)
         if self.columns is not None:
@@ -65,7 +68,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWeights:
-    """Places a model's weights on the device. Calls `stored` once for each name."""
+    """Places a model's weights on the device in the form that the kernels read. Calls `stored`,
+    which returns a stored weight by name, once for each name."""
 
     stored: Weights
     dtype: torch.dtype  # of the computation
@@ -73,22 +77,23 @@ class DeviceWeights:
     expanded: Counter[str] = field(default_factory=Counter)  # by format: held as plain numbers
 
     def vector(self, spec: TensorSpec, offset: float = 0.0) -> Tensor:
-        """Return a tensor as float32, with the offset added."""
+        """Return a tensor as float32 on the device, with `offset` added to each value."""
         return torch.from_numpy(unpack(self.stored(spec.name))).to(self.device) + offset
 
     def plain(self, name: str) -> Tensor:
-        """Return a matrix in the dtype of the computation."""
+        """Return a matrix on the device as plain numbers in the dtype of the computation."""
         values = as_plain(self.stored(name), PLAIN_FORMATS[self.dtype]).parts[VALUES]
         return torch.from_numpy(np.ascontiguousarray(values)).view(self.dtype).to(self.device)
 
     def product(self, weights: Sequence[TensorSpec], biases: Sequence[TensorSpec] = ()) -> Product:
-        """Return the product with these matrices; rows of one format become one matrix."""
+        """Load the matrices and biases of a product. Matrices that have the same format become one
+        matrix."""
         raws = [self.stored(spec.name) for spec in weights]
         bias = torch.cat([self.vector(spec) for spec in biases]) if biases else None
         return self.product_of(raws, bias)
 
     def product_of(self, raws: Sequence[RawTensor], bias: Tensor | None = None) -> Product:
-        """Return the product with matrices that are already loaded."""
+        """Return the product with stored matrices that are already loaded, plus `bias`."""
         columns = raws[0].columns
         order = None if columns is None else torch.from_numpy(columns).to(self.device)
         return Product(self.matrices(raws, columns), bias, order)
@@ -96,18 +101,20 @@ class DeviceWeights:
     def matrices(
         self, raws: Sequence[RawTensor], columns: NDArray[np.int64] | None
     ) -> tuple[DeviceMatrix, ...]:
-        """Pack matrices; `columns` is the order of the input's values, None the original one."""
+        """Pack stored matrices, joined to one if their formats are equal. `columns` is the order of
+        the values in the product's input; None is the original order."""
         ordered = [self._ordered(raw, columns) for raw in raws]
         joined = [_joined(ordered)] if _can_join(ordered) else ordered
         return tuple(map(self._packed, joined))
 
     def float32_product(self, spec: TensorSpec, bias: Tensor | None = None) -> Product:
-        """Return the product with a matrix, computed in float32."""
+        """Return the product with one matrix, computed in float32."""
         raw = as_plain(self.stored(spec.name), "F32")
         return Product((self._pack(raw, torch.float32),), bias, None)
 
     def _ordered(self, raw: RawTensor, columns: NDArray[np.int64] | None) -> RawTensor:
-        """Convert to a form that `pack` may accept, for inputs in the order of `columns`."""
+        """Convert a stored weight to a form that `pack` may accept, for inputs in the order of
+        `columns`. A weight in another order or without such a form becomes plain numbers."""
         if raw.format not in PLAIN:
             raw = formats()[raw.format].packable(raw)
             if raw.format in BITS and same_order(raw.columns, columns):
@@ -121,7 +128,7 @@ class DeviceWeights:
         return RawTensor({VALUES: values}, plain, raw.shape)
 
     def _packed(self, raw: RawTensor) -> DeviceMatrix:
-        """Pack a matrix; as plain numbers if the kernels do not support its group sizes."""
+        """Pack a stored weight; as plain numbers if the kernels do not support its group sizes."""
         try:
             return self._pack(raw, self.dtype)
         except ValueError:
@@ -133,7 +140,12 @@ class DeviceWeights:
 
     def _note_expanded(self, format: str) -> None:
         if not self.expanded[format]:
-            log.info("weights of format %s are stored as %s", format, PLAIN_FORMATS[self.dtype])
+            log.info(
+                "weights of format %s are expanded to %s on the device: "
+                "the cuda kernels cannot read them as stored",
+                format,
+                PLAIN_FORMATS[self.dtype],
+            )
         self.expanded[format] += 1
 
     def _pack(self, raw: RawTensor, dtype: torch.dtype) -> DeviceMatrix:
@@ -142,7 +154,7 @@ class DeviceWeights:
 
 
 def _can_join(raws: Sequence[RawTensor]) -> bool:
-    """Return whether the rows can form one matrix."""
+    """Return whether stored weights have equal formats, so that their rows can form one matrix."""
     kinds = {
         (raw.format, *((name, p.shape[1:], p.dtype) for name, p in sorted(raw.parts.items())))
         for raw in raws
@@ -151,7 +163,7 @@ def _can_join(raws: Sequence[RawTensor]) -> bool:
 
 
 def _joined(raws: Sequence[RawTensor]) -> RawTensor:
-    """Join the rows of all, in order."""
+    """Join the rows of several stored weights to one weight, in order."""
     if len(raws) == 1:
         return raws[0]
     parts = {name: np.concatenate([raw.parts[name] for raw in raws]) for name in raws[0].parts}

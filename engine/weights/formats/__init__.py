@@ -1,6 +1,5 @@
-"""The storage formats by name. A family of formats is one module in this package with a tuple
-FORMATS, found by discovery; modules elsewhere call `register`.
-"""
+"""The storage formats of weights, by name. A module in this package defines a family of formats in
+a tuple FORMATS and is found by discovery; a module elsewhere calls `register`."""
 
 import pkgutil
 from collections.abc import Mapping
@@ -28,10 +27,10 @@ _formats: dict[str, Format] = {}
 
 
 def register(*added: Format) -> None:
-    """Register formats. Raises ValueError if one of their names is taken."""
+    """Add storage formats. Raises ValueError if one of their names is taken."""
     for item in added:
         if _formats.setdefault(item.name, item) is not item:
-            raise ValueError(f"format {item.name} is registered twice")
+            raise ValueError(f"storage format {item.name} is registered twice")
 
 
 @cache
@@ -41,6 +40,7 @@ def _discover() -> None:
 
 
 def formats() -> Mapping[str, Format]:
-    """Return all formats except plain numbers (engine/weights/format.py), by name."""
+    """Return all storage formats by name, except those of plain numbers
+    (engine/weights/format.py)."""
     _discover()
     return MappingProxyType(_formats)

@@ -1,4 +1,5 @@
-"""Formats of 32 values with one scale (and for _1 one minimum) per block.
+"""GGUF formats with blocks of 32 values and one scale per block; formats ending in _1 also have one
+minimum per block.
 
 The low nibbles of a block's bytes are its first 16 values, the high nibbles the other 16.
 """
@@ -9,12 +10,13 @@ from pdserve.engine.weights.format import BlockFormat, Bytes, Floats, fields, fl
 
 
 def nibbles(packed: Bytes) -> Bytes:
-    """uint8 [blocks, 16] -> uint8 [blocks, 32]."""
+    """Unpack the 4-bit levels of blocks: uint8 [blocks, 16] to uint8 [blocks, 32]."""
     return fields(packed, 4).reshape(len(packed), -1)
 
 
 def fifth_bits(packed: Bytes) -> Bytes:
-    """uint8 [blocks, 4], a little-endian bit mask -> uint8 [blocks, 32] of 0 or 16."""
+    """Unpack the fifth bit of 5-bit levels from a little-endian bit mask: uint8 [blocks, 4] to
+    uint8 [blocks, 32] of 0 or 16."""
     return fields(packed, 1).swapaxes(1, 2).reshape(len(packed), -1) << np.uint8(4)
 
 

@@ -1,4 +1,4 @@
-"""Formats of 4-bit floats with a shared scale (OCP MX, NVFP4)."""
+"""The formats MXFP4 (OCP MX) and NVFP4: 4-bit floats in groups that share a scale."""
 
 import numpy as np
 
@@ -16,8 +16,9 @@ CODES, EXPONENTS = "codes", "exponents"
 
 
 class Mxfp4(BlockFormat):
-    """MXFP4, stored as GGUF's blocks or as two parts: CODES uint8 [..., bytes], the first value in
-    the low nibble, and EXPONENTS uint8 [..., groups of 32]."""
+    """The format MXFP4: 4-bit floats with an exponent per 32 values. Stored as GGUF's blocks, or as
+    two parts: CODES uint8 [..., bytes], the first value in the low nibble, and EXPONENTS uint8
+    [..., groups of 32]."""
 
     def unpack(self, raw: RawTensor) -> Floats:
         return super().unpack(self.packable(raw))
@@ -41,11 +42,13 @@ FORMATS = (MXFP4, gguf_format("NVFP4", 64, 36))
 
 
 def mxfp4(codes: Bytes, exponents: Bytes) -> RawTensor:
-    """Return a weight, or a stack, of these parts. Raises ValueError if their shapes differ."""
+    """Return the MXFP4 weight, or stack of weights, with these codes and exponents. Raises
+    ValueError if their shapes do not match."""
     expected = (*exponents.shape[:-1], exponents.shape[-1] * 16)
     if codes.shape != expected:
         raise ValueError(
-            f"codes {list(codes.shape)} do not match exponents {list(exponents.shape)}"
+            f"codes {list(codes.shape)} do not match exponents {list(exponents.shape)}: "
+            f"expected codes {list(expected)}"
         )
     shape = (*exponents.shape[:-1], exponents.shape[-1] * 32)
     return RawTensor({CODES: codes, EXPONENTS: exponents}, MXFP4.name, shape)

@@ -16,7 +16,8 @@ NAMES = {PLAIN[name]: name for name in ("F32", "F16", "BF16")}  # format by dtyp
 
 
 def _e4m3() -> Floats:
-    """Return the value of each byte as a float of 4 exponent and 3 mantissa bits, no infinities."""
+    """Return the value of each of the 256 bytes, read as an 8-bit float with 4 exponent and 3
+    mantissa bits, without infinities."""
     codes = np.arange(128)
     exponent, mantissa = codes >> 3, codes & 7
     normal = (8 + mantissa) * 2.0 ** (exponent - 10)
@@ -30,16 +31,18 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 
 class GroupedFormat(Format):
-    """A format with the parts `codes` uint8 [rows, bytes], for 4 bits the first in the low nibble;
-    `scales` [rows, groups] of float32, float16 or bfloat16 bits; `zeros` uint8 [rows, groups], for
-    integers only. FP4 has 8-bit floats as scales, and `divisors` float32 [rows].
+    """A format with one scale per group of a row's columns. Its parts are `codes` uint8 [rows,
+    bytes], two 4-bit codes per byte with the first in the low nibble; `scales` [rows, groups] of
+    float32, float16 or bfloat16 bits; and optionally, for integers, `zeros` uint8 [rows, groups].
+    FP4 has 8-bit floats as scales, and `divisors` float32 [rows].
 
-    A value is (level - zero) * scale; without zeros, half the range is subtracted from integers.
+    A value is (level - zero) * scale; without `zeros`, the zero of integers is half their range.
     With divisors, a scale is first divided by the divisor of its row.
     """
 
     def __init__(self, name: str, bits: int, table: Floats | None) -> None:
-        """`table` holds the level of each code; None means that the code is the level."""
+        """Create a format of `bits`-bit codes. `table` holds the level of each code; None means
+        that the code is the level."""
         self.name = name
         self.bits = bits
         self._table = table
@@ -68,7 +71,8 @@ FORMATS = (INT4, INT8, FP8, FP4)
 
 
 def scales_of(raw: RawTensor) -> Floats:
-    """Return the scale of each group, float32 [..., rows, groups]."""
+    """Return the scale by which the values of each group are multiplied, float32 [..., rows,
+    groups]."""
     stored = raw.parts[SCALES]
     if DIVISORS in raw.parts:
         scales: Floats = E4M3[stored] / raw.parts[DIVISORS][..., None]
@@ -77,11 +81,14 @@ def scales_of(raw: RawTensor) -> Floats:
 
 
 def float4(codes: Bytes, scales: Bytes, divisor: np.float32) -> RawTensor:
-    """Return a weight of 4-bit floats in groups of 16 (NVFP4). Raises ValueError if the shapes of
-    the parts do not match."""
+    """Return the weight of 4-bit floats in groups of 16 (NVFP4) with these codes and scales. Raises
+    ValueError if the shapes do not match."""
     shape = (codes.shape[0], codes.shape[1] * 2)
     if scales.shape != (shape[0], shape[1] // 16) or shape[1] % 16:
-        raise ValueError(f"scales are {list(scales.shape)} for a weight of {list(shape)}")
+        raise ValueError(
+            f"scales are {list(scales.shape)} for a weight of {list(shape)}: "
+            "expected one per 16 columns of each row"
+        )
     divisors = np.full(shape[0], divisor, np.float32)
     return RawTensor({CODES: codes, SCALES: scales, DIVISORS: divisors}, FP4.name, shape)
 
@@ -93,11 +100,15 @@ def grouped(
     zeros: Bytes | None = None,
     columns: NDArray[np.int64] | None = None,
 ) -> RawTensor:
-    """Return a weight of a grouped format. Raises ValueError if the parts do not match."""
+    """Return the weight of a grouped format with these parts. Raises ValueError if they do not
+    match."""
     shape = (codes.shape[0], codes.shape[1] * 8 // format.bits)
     rows, groups = scales.shape
     if rows != shape[0] or groups < 1 or shape[1] % groups:
-        raise ValueError(f"scales are {list(scales.shape)} for a weight of {list(shape)}")
+        raise ValueError(
+            f"scales are {list(scales.shape)} for a weight of {list(shape)}: expected "
+            f"{shape[0]} rows of groups that divide the columns evenly"
+        )
     if zeros is not None and zeros.shape != scales.shape:
         raise ValueError(f"zeros {list(zeros.shape)} do not match scales {list(scales.shape)}")
     if scales.dtype not in NAMES:
@@ -109,19 +120,22 @@ def grouped(
 
 
 def even_groups(per_group: NDArray[Any], group: int, cols: int) -> NDArray[Any]:
-    """Expand [rows, ceil(cols / group)], whose last group may be shorter, to [rows, n] for groups
-    that divide `cols` evenly. Raises ValueError."""
+    """Expand values per group, [rows, ceil(cols / group)], whose last group may be shorter, to
+    values for groups that divide `cols` evenly, [rows, n]. Raises ValueError if the groups do not
+    add up to `cols` columns."""
     if -(-cols // group) != per_group.shape[1]:
-        raise ValueError(f"{per_group.shape[1]} groups of {group} columns do not add up to {cols}")
+        raise ValueError(
+            f"{per_group.shape[1]} groups of {group} columns do not add up to {cols} columns"
+        )
     width = math.gcd(group, cols)
     return per_group[:, np.arange(cols // width) * width // group]
 
 
 def nibbles(packed: Bytes) -> Bytes:
-    """Unpack uint8 [..., n] to [..., 2 * n], the low nibble of each byte first."""
+    """Unpack 4-bit numbers: uint8 [..., n] to [..., 2 * n], the low nibble of each byte first."""
     return np.stack((packed & 15, packed >> 4), axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def packed_nibbles(levels: Bytes) -> Bytes:
-    """Pack uint8 [..., 2 * n] of 0 to 15 to [..., n]: the inverse of `nibbles`."""
+    """Pack 4-bit numbers, uint8 [..., 2 * n] of 0 to 15, to [..., n]; the inverse of `nibbles`."""
     return levels[..., 0::2] | levels[..., 1::2] << np.uint8(4)

@@ -1,4 +1,5 @@
-"""Formats whose levels come from codebooks or non-linear tables (IQ), and ternary ones (TQ).
+"""GGUF's formats whose levels come from codebooks or non-linear tables (IQ), and its ternary
+formats (TQ).
 
 Levels of IQ2 and IQ3 are codebook entries with a sign. Levels of IQ1 are multiples of an eighth,
 because a group is shifted up or down by an eighth. Levels of TQ are -1, 0 and 1. Kernels read
@@ -31,14 +32,14 @@ from pdserve.engine.weights.formats.grouped import CODES, INT8, SCALES, nibbles
 
 @dataclass(frozen=True)
 class LevelFormat(BlockFormat):
-    """A block format with `groups` groups of block_values / groups values. A value is n times the
-    scale of its group, with an integer n from -127 to 127."""
+    """A block format whose blocks are divided into groups with one scale each. A value is the scale
+    of its group times an integer n from -127 to 127."""
 
     scales: Callable[[Bytes], Floats]  # uint8 [blocks, block_bytes] -> float32 [blocks, groups]
 
     def packable(self, raw: RawTensor) -> RawTensor:
-        """Return the same values as INT8: CODES uint8 [rows, columns], each n + 128, and SCALES
-        float32 [rows, columns / (block_values / groups)]."""
+        """Convert a weight to INT8 with the same values: CODES uint8 [rows, columns], each n + 128,
+        and SCALES float32 [rows, groups of a row]."""
         blocks = raw.parts[BLOCKS].reshape(-1, self.block_bytes)
         scales: Floats = np.empty((len(blocks), self.scales(blocks[:1]).shape[1]), np.float32)
         codes: Bytes = np.empty((len(blocks), self.block_values), np.uint8)
@@ -68,7 +69,8 @@ class LevelFormat(BlockFormat):
 def level_format(
     name: str, block_values: int, block_bytes: int, scales: Callable[[Bytes], Floats]
 ) -> LevelFormat:
-    """Return the format of a GGUF type."""
+    """Return the LevelFormat of a GGUF type; `scales` computes the scales of the groups in its
+    blocks."""
     return LevelFormat(name, block_values, block_bytes, gguf_expand(name), scales)
 
 
@@ -86,7 +88,8 @@ def _iq1_s(blocks: Bytes) -> Floats:
 
 
 def _iq1_m(blocks: Bytes) -> Floats:
-    """Scales: three bits per group in four words, whose upper bits hold the block's scale."""
+    """Return the group scales of IQ1_M blocks, float32 [blocks, groups]. Each block has four words
+    with three bits per group; the upper bits of these words hold the scale of the block."""
     stored = words(blocks[:, 48:56], np.uint16)
     upper = stored >> 12
     scale_bits = upper[:, 0] | upper[:, 1] << 4 | upper[:, 2] << 8 | upper[:, 3] << 12

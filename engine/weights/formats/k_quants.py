@@ -1,6 +1,6 @@
-"""Formats of 256 values in sub-blocks whose scales are themselves quantized.
+"""GGUF's K formats: blocks of 256 values in sub-blocks whose scales are themselves quantized.
 
-Formats without a minimum centre their levels on zero by a constant.
+Formats without a minimum subtract a constant from their levels, which centres them on zero.
 """
 
 import numpy as np
@@ -30,7 +30,8 @@ def scales_and_minima(packed: Bytes) -> tuple[Floats, Floats]:
 
 
 def levels_of(packed: Bytes, bytes_at_once: int, width: int, values: int) -> Bytes:
-    """Unpack fields of `width` bits from runs of bytes: uint8 [blocks, 256 / values, values]."""
+    """Unpack the levels of blocks, fields of `width` bits in runs of `bytes_at_once` bytes: uint8
+    [blocks, 256 / values, values]."""
     runs = packed.reshape(len(packed), -1, bytes_at_once)
     return fields(runs, width).reshape(len(packed), -1, values)
 

@@ -1,4 +1,4 @@
-"""Paged attention."""
+"""Paged attention on CUDA devices."""
 
 from pdserve.kernels.cuda.attention.paged import (
     HEAD_STEP,

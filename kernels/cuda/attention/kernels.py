@@ -1,4 +1,5 @@
-"""The Triton kernels of paged attention; shared functions make all give a token the same bits.
+"""The Triton kernels of paged attention. They share functions, so that all of them give a token the
+same bits.
 
 Either each program of `attend_kernel` processes the splits of its keys one after the other, or each
 program of `split_kernel` processes one split and `merge_kernel` merges them (Flash-Decoding). All
@@ -6,10 +7,10 @@ kernels must be launched with enable_fp_fusion=False: fused operations are expli
 
 Scores are S^T = K Q^T, keys by columns, and results O^T += V^T P^T, values by columns. A column is
 one query head of one token, so a tile of columns only groups independent sums. Keys are processed
-in tiles of TILE at absolute positions, and tiles in splits, which start empty (`attend_split`) and
-are merged in ascending order (`merge`). A key that a column does not see has weight exactly 0, and
-so has a tile of such keys. The online softmax is FlashAttention-2's (arXiv:2307.08691), in powers
-of two.
+in tiles of TILE at absolute positions, and tiles in splits. Each split starts with an empty state
+(`attend_split`), and the states are merged in ascending order (`merge`). A key that a column does
+not see has weight exactly 0, and so has a tile of such keys. The online softmax is
+FlashAttention-2's (arXiv:2307.08691), in powers of two.
 
 A head is computed in one or two parts, of MAIN and SIDE values including padding to powers of two;
 SIDE is 0 if there is one part. Unless LATENT is 0, the last LATENT values of a key are its value
@@ -30,7 +31,8 @@ def _finite(peak):
 
 @triton.jit
 def load_part(base, rows, used, LENGTH: tl.constexpr, PADDED: tl.constexpr):
-    """Load [rows, PADDED]: LENGTH values, then zeros; unused rows are 0."""
+    """Load one part of heads as [rows, PADDED]: the LENGTH values of each row, then zeros; unused
+    rows are 0."""
     d = tl.arange(0, PADDED)
     mask = used[:, None]
     if LENGTH < PADDED:
@@ -58,7 +60,8 @@ def _load_side(
 
 @triton.jit
 def _store_part(base, columns, used, value, LENGTH: tl.constexpr, PADDED: tl.constexpr):
-    """Store the first LENGTH values of value [PADDED, columns], for the used columns."""
+    """Store the first LENGTH values of each column of `value` [PADDED, columns], for the columns in
+    use."""
     d = tl.arange(0, PADDED)
     mask = used[None, :]
     if LENGTH < PADDED:
@@ -78,7 +81,7 @@ def store_values(
     MAIN: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """Store main [MAIN, N] and side [SIDE, N] as [heads, values]."""
+    """Store the main part [MAIN, N] and side part [SIDE, N] of results as [heads, values]."""
     if LATENT:
         _store_part(base, heads * LATENT, used, main, LATENT, MAIN)
     else:
@@ -89,8 +92,8 @@ def store_values(
 
 @triton.jit
 def no_split(LATENT: tl.constexpr, MAIN: tl.constexpr, SIDE: tl.constexpr, N: tl.constexpr):
-    """Return the state before any key: largest score [N], sum of weights [N], sums of weighted
-    values [MAIN, N] and [SIDE, N] (unused if values have one part)."""
+    """Return the state of the online softmax before any key: largest score [N], sum of weights [N],
+    sums of weighted values [MAIN, N] and [SIDE, N] (unused if values have one part)."""
     OTHER: tl.constexpr = 16 if LATENT or not SIDE else SIDE
     peak = tl.full((N,), NO_SCORE, tl.float32)
     total = tl.zeros((N,), tl.float32)
@@ -121,7 +124,8 @@ def attend_split(
     N: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Process one split; return a state like `no_split`."""
+    """Attend over the keys of one split; return the state of the online softmax, like
+    `no_split`."""
     dtype: tl.constexpr = q_main.dtype
     peak, total, main, side = no_split(LATENT, MAIN, SIDE, N)
     for tile_begin in range(first, end, TILE):
@@ -155,7 +159,7 @@ def attend_split(
 
 @triton.jit
 def merge(peak, total, main, side, split_peak, split_total, split_main, split_side):
-    """Merge a later split into the state of the earlier splits."""
+    """Merge the softmax state of a later split into the state of the earlier splits."""
     highest = tl.maximum(peak, split_peak)
     shift = _finite(highest)
     scale, split_scale = tl.exp2(peak - shift), tl.exp2(split_peak - shift)
@@ -180,7 +184,8 @@ def store_result(
     MAIN: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """Add the sinks, divide by the sum of weights and store. Columns without any key are 0."""
+    """Add the sinks to the sum of weights, divide the weighted values by it and store the result.
+    Columns without any key are 0."""
     factor = tl.full(peak.shape, 1.0, tl.float32)
     if sinks is not None:
         sink = tl.load(sinks, mask=used, other=0.0) * LOG2_E
@@ -233,7 +238,8 @@ def attend_kernel(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (N columns of a tile of tokens, kv head) processes all splits in sequence."""
+    """Attend over all splits of the keys in sequence, and store the result. Grid: N columns of a
+    tile of tokens, kv heads."""
     PARTS: tl.constexpr = (TOKENS * GROUP + N - 1) // N
     tile, kv_head = tl.program_id(0) // PARTS, tl.program_id(1)
     if tiles is None:
@@ -320,8 +326,8 @@ def split_kernel(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (N columns of a row's only token, kv head, split); split 0 holds the first visible
-    key."""
+    """Attend over one split of the keys for rows with one token, and store the split's state. Grid:
+    N columns of a row's token, kv heads, splits; split 0 holds the first visible key."""
     PARTS: tl.constexpr = (GROUP + N - 1) // N
     row, kv_head, split = tl.program_id(0) // PARTS, tl.program_id(1), tl.program_id(2)
     kv_len = tl.load(kv_lens + row)
@@ -379,7 +385,8 @@ def merge_kernel(
     SIDE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (row, query head) merges the splits that `split_kernel` stored."""
+    """Merge the states that `split_kernel` stored, and store the result. Grid: rows, query
+    heads."""
     VALUE: tl.constexpr = LATENT if LATENT else D
     FIRST: tl.constexpr = MAIN if MAIN < VALUE else VALUE
     row, head = tl.program_id(0), tl.program_id(1)

@@ -25,7 +25,8 @@ NO_WINDOW = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a step, on the device; shared by all layers with the same block table."""
+    """The rows of a step on the device, one row per sequence; shared by all layers with the same
+    block table."""
 
     block_table: Tensor  # int32 or int64 [rows, max_blocks]
     starts: Tensor  # int32 [rows + 1]
@@ -38,8 +39,9 @@ class Rows:
 def chunk_tiles(
     starts: tuple[int, ...], kv_lens: tuple[int, ...], num_decode_rows: int
 ) -> NDArray[np.int64]:
-    """Return Rows.tiles of a step; the arguments are those of `reference.paged_attention`. Tiles
-    with the most keys come first, so that no long tile finishes alone."""
+    """Divide the tokens of a step's prefill rows into tiles and return Rows.tiles. The arguments
+    are those of `reference.paged_attention`. Tiles with the most keys come first, so that no long
+    tile runs alone at the end."""
     tiles = []
     for row in range(num_decode_rows, len(kv_lens)):
         num_tokens = starts[row + 1] - starts[row]
@@ -170,7 +172,9 @@ def _check(q: Tensor, kv: Tensor, table: Tensor, scale: float, latent: int) -> N
     if num_heads % kv_heads:
         raise ValueError(f"kv: {num_heads} query heads are not a multiple of {kv_heads} kv heads")
     if planes != 1 and (planes != 2 or latent):
-        raise ValueError(f"kv: unsupported {planes} planes with latent {latent}")
+        raise ValueError(
+            f"kv: {planes} planes with latent {latent}: expected 1, or 2 if latent is 0"
+        )
     if latent % 16 or not 0 <= latent <= head_dim:
         raise ValueError(f"latent: {latent} is not a multiple of 16 up to head_dim {head_dim}")
     if (latent or head_dim) > MAX_HEAD_DIM:
@@ -180,16 +184,17 @@ def _check(q: Tensor, kv: Tensor, table: Tensor, scale: float, latent: int) -> N
 
 
 def _num_splits(max_kv_len: int, window: int, split: int) -> int:
-    """Return the largest number of splits with visible keys, for rows of up to max_kv_len keys."""
+    """Return the largest number of splits with visible keys that a row of up to `max_kv_len` keys
+    can have."""
     total = -(-max_kv_len // split)
     return min(total, (window + split - 2) // split + 1) if window else total
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Tile sizes for heads of some length. All but the last two fields affect the sums, so they are
-    the same for every step; the last two are chosen to compile without register spills.
-    """
+    """Tile sizes of the attention kernels for one head size. All but the last two fields affect the
+    sums, so they are the same for every step; the last two are chosen to compile without register
+    spills."""
 
     main: int
     side: int
@@ -222,5 +227,5 @@ def _shape(head_dim: int, latent: int, dtype: torch.dtype, kv_dtype: torch.dtype
 
 
 def _padded(length: int, minimum: int) -> int:
-    """Return the next power of two, at least `minimum`; 0 for length 0 or below."""
+    """Round a length up to a power of two, at least `minimum`; return 0 for length 0 or below."""
     return max(minimum, 1 << (length - 1).bit_length()) if length > 0 else 0

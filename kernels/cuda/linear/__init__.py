@@ -1,4 +1,4 @@
-"""Products with packed weights."""
+"""Products of tokens with packed weight matrices, on CUDA devices."""
 
 from pdserve.kernels.cuda.linear.packing import BITS, DeviceMatrix, pack
 from pdserve.kernels.cuda.linear.product import (

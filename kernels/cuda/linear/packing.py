@@ -35,7 +35,7 @@ MAX_FAST_SCALE = 2.0**100  # limit of scales whose products with 2^12 cannot ove
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The layout of a matrix; kernels are specialized for it.
+    """The layout of a packed matrix; kernels are specialized for it.
 
     `kind`: PLAIN, LEVELS (integers with a scale and a zero point), FAST_LEVELS (LEVELS whose scales
     have 16 bits and are at most MAX_FAST_SCALE), FP8 or AFFINE (4-bit integers with a scale and an
@@ -54,14 +54,15 @@ class PackedLayout:
 
     @property
     def word_bytes(self) -> int:
-        """Bytes per row and block."""
+        """Bytes of the words of one block in one row."""
         return self.words * self.word_bits // 8
 
 
 @dataclass(frozen=True)
 class DeviceMatrix:
-    """A weight matrix [rows, cols] on a device. AFFINE: with bfloat16 tokens, a word of `scales`
-    has the offset in its high half; otherwise both have 32 bits, and `zeros` holds the offsets."""
+    """A packed weight matrix [rows, cols] on a device. AFFINE with bfloat16 tokens: a word of
+    `scales` has the scale in its low half and the offset in its high half. AFFINE with other
+    tokens: both have 32 bits, and `zeros` holds the offsets."""
 
     format: str
     rows: int
@@ -75,12 +76,12 @@ class DeviceMatrix:
 
     @property
     def blocks(self) -> int:
-        """Blocks of a row; the last may be padded."""
+        """Number of blocks in a row; the last block may be padded."""
         return -(-self.cols // self.layout.block)
 
     @property
     def plain(self) -> Tensor | None:
-        """The plain numbers [rows, cols] in the tokens' dtype; None for codes."""
+        """The matrix as plain numbers [rows, cols] in the tokens' dtype; None if it holds codes."""
         return self.values[:, : self.cols] if self.layout.kind == "PLAIN" else None
 
     @property
@@ -101,7 +102,8 @@ def pack(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> DeviceMatrix:
-    """Pack stored parts into a matrix for tokens of `dtype` (bfloat16, float16 or float32).
+    """Pack the parts of a stored weight into a matrix for tokens of `dtype` (bfloat16, float16 or
+    float32).
 
     F32, F16 and BF16 have VALUES; Q4_K and Q8_0 have BLOCKS; INT4, INT8 and FP8 have CODES, SCALES
     and optionally ZEROS. Raises ValueError for weights that the kernels do not support.
@@ -125,7 +127,9 @@ def pack(
         parts = {CODES: codes, SCALES: scales}
     if format in BITS:
         return _grouped(format, rows, cols, parts, dtype, device)
-    raise ValueError(f"unsupported weight format {format}")
+    raise ValueError(
+        f"unsupported weight format {format}: expected one of {', '.join((*PLAIN, *BITS))}"
+    )
 
 
 def _plain(
@@ -167,12 +171,13 @@ def _grouped(
         )
     if not groups or cols % groups or cols // groups % WORDS[-1]:
         raise ValueError(
-            f"scales: {groups} groups in {cols} columns; each group must have a multiple of 16"
+            f"scales: {groups} groups in {cols} columns; each group must have a multiple of 16 "
+            "columns"
         )
     if format == "FP8" and zeros is not None:
         raise ValueError("zeros: not supported for 8-bit floats")
     if format == "FP8" and ((codes & 0x7F) == 0x7F).any():
-        raise ValueError("codes: an 8-bit float is NaN")
+        raise ValueError("codes: an 8-bit float is NaN, which the kernels do not support")
     group = cols // groups
     words = next(words for words in WORDS if group % words == 0)
     block = 32 // bits * words
@@ -222,9 +227,9 @@ def _grouped(
 def _q4_k(
     rows: int, cols: int, blocks: NDArray[np.uint8], dtype: torch.dtype, device: torch.device | str
 ) -> DeviceMatrix:
-    """Bytes of a block: d and dmin; 6-bit scales and minima (engine/weights/formats/k_quants.py);
-    four runs of 32 bytes, whose low nibbles are 32 columns and the high nibbles the next 32.
-    """
+    """Pack the blocks of a Q4_K weight. The bytes of a block: d and dmin; 6-bit scales and minima
+    (engine/weights/formats/k_quants.py); four runs of 32 bytes, whose low nibbles are 32 columns
+    and the high nibbles the next 32."""
     stored = _tensor(blocks, device)  # [rows, blocks, 144]
     first, second, rest = stored[..., 4:8], stored[..., 8:12], stored[..., 12:16]
     scales = torch.cat((first & 63, (rest & 15) | (first >> 6 << 4)), -1)
@@ -245,7 +250,8 @@ def _q4_k(
 
 
 def _words(levels: Tensor, layout: PackedLayout) -> Tensor:
-    """Pack uint8 [rows, cols] into int32 or int16 [tiles, blocks, TILE_ROWS, words of a row]."""
+    """Pack codes, uint8 [rows, cols], into int32 or int16 [tiles, blocks, TILE_ROWS, words of a
+    row]."""
     padded = _padded(_padded(levels, 1, layout.block), 0, TILE_ROWS)
     fields = layout.word_bits // layout.bits
     tiles = padded.view(len(padded) // TILE_ROWS, TILE_ROWS, -1, fields, layout.words)
@@ -257,8 +263,8 @@ def _words(levels: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def _group_words(values: Tensor, groups: int) -> Tensor:
-    """Pack [rows, all groups] of 1, 2 or 4 bytes into int32 [tiles, words, TILE_ROWS], with zeros
-    for the groups missing in a row's last block."""
+    """Pack one number of 1, 2 or 4 bytes per column group, [rows, all groups], into int32 [tiles,
+    words, TILE_ROWS], with zeros for the groups missing in a row's last block."""
     multiple = math.lcm(4 // values.element_size(), groups)
     padded = _padded(_padded(values, 1, multiple), 0, TILE_ROWS).contiguous()
     tiles = padded.view(torch.int32).view(len(padded) // TILE_ROWS, TILE_ROWS, -1)
@@ -266,7 +272,8 @@ def _group_words(values: Tensor, groups: int) -> Tensor:
 
 
 def _padded(tensor: Tensor, dim: int, multiple: int) -> Tensor:
-    """Pad a dimension with zeros to a multiple; return the tensor itself if it is one already."""
+    """Pad dimension `dim` of a tensor with zeros to a multiple of `multiple`; return the tensor
+    itself if its size is a multiple already."""
     missing = -tensor.shape[dim] % multiple
     if not missing:
         return tensor
@@ -276,7 +283,8 @@ def _padded(tensor: Tensor, dim: int, multiple: int) -> Tensor:
 
 
 def _tensor(array: NDArray[Any], device: torch.device | str) -> Tensor:
-    """Copy to the device; uint16 becomes int16, because torch lacks operations on uint16."""
+    """Copy an array to the device; uint16 becomes int16, because torch lacks operations on
+    uint16."""
     contiguous = np.ascontiguousarray(array)
     signed = contiguous.view(np.int16) if contiguous.dtype == np.uint16 else contiguous
     return torch.tensor(signed, device=device)
@@ -289,7 +297,7 @@ def _part(
     dtype: type[np.generic] | None = None,
 ) -> NDArray[Any]:
     if name not in parts:
-        raise ValueError(f"{name} are missing")
+        raise ValueError(f"the weight's {name} are missing")
     part = parts[name]
     if part.shape != shape or (dtype is not None and part.dtype != dtype):
         expected_type = "" if dtype is None else f" of {np.dtype(dtype)}"
@@ -302,7 +310,10 @@ def _part(
 def _blocks(
     parts: Mapping[str, NDArray[Any]], rows: int, cols: int, values: int, size: int
 ) -> NDArray[np.uint8]:
-    """Return the part BLOCKS as [rows, blocks, bytes of a block]. Raises ValueError."""
+    """Return the part BLOCKS as [rows, blocks, bytes of a block]. Raises ValueError if the part is
+    missing or a row is not a whole number of blocks."""
     if cols % values:
-        raise ValueError(f"blocks: a row of {cols} columns is not a multiple of {values}")
+        raise ValueError(
+            f"blocks: a row of {cols} columns is not a multiple of {values}, the size of a block"
+        )
     return _part(parts, BLOCKS, (rows, cols // values * size), np.uint8).reshape(rows, -1, size)

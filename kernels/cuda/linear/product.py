@@ -24,7 +24,8 @@ TILE, PLAIN_COLUMNS = tl.constexpr(TILE_ROWS), tl.constexpr(PLAIN_BLOCK)
 
 @dataclass(frozen=True, slots=True)
 class SplitSums:
-    """A product [T, rows] before its splits are added; the next kernel adds them with `added`."""
+    """A product [T, rows] whose splits have not been added up; the next kernel adds them with
+    `added`."""
 
     partials: Tensor  # float32 [splits, T, rows]
     bias: Tensor | None  # [rows]
@@ -32,8 +33,8 @@ class SplitSums:
 
 
 def operands(x: Tensor | SplitSums) -> tuple[Tensor, Tensor | None, int]:
-    """Return the arguments of a kernel that adds splits: partials, bias and number of splits; for a
-    plain x: x, None and 0."""
+    """Return x as the arguments of a kernel that adds splits: partials, bias and number of splits;
+    if x is a plain tensor: x, None and 0."""
     if isinstance(x, SplitSums):
         return x.partials, x.bias, len(x.partials)
     return x, None, 0
@@ -56,7 +57,8 @@ def linear(
 
 
 def split_linear(x: Tensor, matrix: DeviceMatrix, bias: Tensor | None) -> Tensor | SplitSums:
-    """Compute `linear`, or only the sums of its splits if each split is a separate program."""
+    """Compute `linear`. If the tiling makes each split a separate program, return only the splits'
+    sums, for the next kernel to add."""
     tiles = tiles_of(matrix, len(x), target_of(x.device))
     if tiles.looped or not len(x):
         return product(x, matrix, bias, None, None, tiles)
@@ -72,7 +74,7 @@ def product(
     out_dtype: torch.dtype | None,
     tiles: Tiles,
 ) -> Tensor:
-    """Compute `linear` with the given tiling."""
+    """Compute `linear` with the given tiling instead of the default one."""
     tokens, rows = len(x), matrix.rows
     _check(x, matrix, bias)
     if out is None:
@@ -107,7 +109,8 @@ def _check(x: Tensor, matrix: DeviceMatrix, bias: Tensor | None) -> None:
 
 
 def _partials(x: Tensor, matrix: DeviceMatrix, tiles: Tiles) -> Tensor:
-    """Return the splits' sums, float32 [splits, T, rows]."""
+    """Compute the sums of each split of a product, float32 [splits, T, rows], with one program per
+    split."""
     splits, tokens, rows = splits_of(matrix)[0], len(x), matrix.rows
     partials = torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
     arguments, constants = _arguments(x, matrix, tiles)
@@ -119,7 +122,8 @@ def _partials(x: Tensor, matrix: DeviceMatrix, tiles: Tiles) -> Tensor:
 def _arguments(
     x: Tensor, matrix: DeviceMatrix, tiles: Tiles
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Return the arguments of both kernels after x, and their constants."""
+    """Return the arguments and constants that the kernels `_separate` and `_looped` have in common;
+    the arguments follow x."""
     weights = (matrix.values, matrix.scales, matrix.zeros)
     strides = tuple(0 if tensor is None else tensor.stride(0) for tensor in weights)
     shape = (len(x), matrix.rows, matrix.cols, x.stride(0), matrix.blocks, splits_of(matrix)[1])
@@ -137,13 +141,14 @@ def _arguments(
 
 @triton.jit
 def _add(total, sum):
-    """Add sums of splits; all kernels use this function."""
+    """Add the sums of one split to the total; all kernels use this function, so that their bits are
+    equal."""
     return total + sum
 
 
 @triton.jit
 def finish(total, bias, rows, valid):
-    """Add the bias of the rows."""
+    """Return the total of all splits plus the bias of the rows, if there is a bias."""
     if bias is not None:
         total = total + tl.load(bias + rows, mask=valid, other=0.0).to(tl.float32)
     return total
@@ -151,8 +156,8 @@ def finish(total, bias, rows, valid):
 
 @triton.jit
 def added(partials, bias, SPLITS: tl.constexpr, tokens, rows, token, r, valid):
-    """Return the rows `r` of SplitSums, float32, for one token (int64), where `valid`. SPLITS is a
-    constant, so that no load waits for the previous sum."""
+    """Add up the splits of SplitSums: return its rows `r` for one token (int64), float32, where
+    `valid`. SPLITS is a constant, so that no load waits for the previous sum."""
     total = tl.zeros(r.shape, tl.float32)
     for split in tl.static_range(SPLITS):
         index = (split * tokens + token) * rows + r
@@ -162,7 +167,7 @@ def added(partials, bias, SPLITS: tl.constexpr, tokens, rows, token, r, valid):
 
 @triton.jit
 def _float(word, shift, TYPE: tl.constexpr):
-    """Return the float32 in a word, or the 16-bit float that starts at bit `shift`."""
+    """Return the float32 in a word, or the 16-bit float that starts at bit `shift` of the word."""
     if TYPE == "F32":
         return word.to(tl.float32, bitcast=True)
     elif TYPE == "F16":
@@ -173,7 +178,8 @@ def _float(word, shift, TYPE: tl.constexpr):
 
 @triton.jit
 def _weights(words, scale, zero, LAYOUT: tl.constexpr, FIELD: tl.constexpr):
-    """Return one field of each word as weights, float32 [BM, words]. scale, zero: float32 [BM, 1].
+    """Expand field FIELD of each word to a weight, float32 [BM, words]. scale, zero: float32 [BM,
+    1].
 
     The unsigned n of a field becomes the lower bits of a mantissa, base + n, because conversion of
     integers has a fourth of the speed; two fields need the same shift. FAST_LEVELS multiplies
@@ -199,7 +205,8 @@ def _weights(words, scale, zero, LAYOUT: tl.constexpr, FIELD: tl.constexpr):
 
 @triton.jit
 def _affine_weights(words, scale, offset, FIELD: tl.constexpr):
-    """Return one field of each int16 word times scale plus offset [BM, 1]: [BM, words], same dtype.
+    """Expand field FIELD of each int16 word to a weight, n * scale + offset: [BM, words] of the
+    dtype of scale and offset [BM, 1].
 
     In bfloat16, two weights share a 32-bit register: n is the mantissa of 128 + n; subtracting 128
     is exact; then times the scale plus the offset is rounded once.
@@ -227,7 +234,8 @@ def _affine_weights(words, scale, offset, FIELD: tl.constexpr):
 
 @triton.jit
 def _add_affine(acc, block, x, valid, weights, lanes, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
-    """Do the work of _add_block for AFFINE weights; rows have whole blocks."""
+    """Add the products of one block of columns like `_add_block`, for AFFINE weights, whose rows
+    have whole blocks."""
     values, scales, offsets = weights
     lane = tl.arange(0, WIDTH)
     words = tl.load(values + (block * TILE + lanes[:, None]) * WIDTH + lane[None, :])
@@ -297,10 +305,9 @@ def _split_sum(
     first, last, row, x, valid, rows, cols, weights, strides, group_blocks,
     LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Return the products of the blocks [first, last), float32 [BM, BN], for the rows from `row` on
-    and the valid tokens that x points to, [1, BN]. `weights` are pointers to the start of the
-    matrix.
-    """
+    """Return the sum of the products of the blocks [first, last), float32 [BM, BN], for BM rows
+    from `row` on and the valid tokens that x points to, [1, BN]. `weights` are pointers to the
+    start of the matrix."""
     values, scales, zeros = weights
     value_stride, scale_stride, zero_stride = strides
     lanes = tl.arange(0, BM)
@@ -327,7 +334,8 @@ def row_sum(
     splits, split_blocks, blocks, row, x, valid, rows, cols, weights, strides, group_blocks,
     LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Return the products of whole rows, float32 [BM, BN]; one program adds all splits."""
+    """Return the products of BM whole rows with BN tokens, float32 [BM, BN]; one program adds all
+    splits."""
     total = tl.zeros((BM, BN), tl.float32)
     for split in range(splits):
         first = split * split_blocks
@@ -341,7 +349,7 @@ def row_sum(
 
 @triton.jit
 def _tokens_at(x, token, x_stride, tokens, BN: tl.constexpr):
-    """Return pointers to the tokens from `token` on, [1, BN], and which of them exist."""
+    """Return pointers to BN tokens of x from `token` on, [1, BN], and which of them exist."""
     lanes = tl.arange(0, BN)[None, :]
     return x + token.to(tl.int64) * x_stride + lanes * x_stride, lanes < tokens - token
 
@@ -351,7 +359,8 @@ def _separate(
     x, weights, strides, group_blocks, tokens, rows, cols, x_stride, blocks, split_blocks, partials,
     LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Write partials, float32 [splits, tokens, rows]. Grid: row tiles, splits, token tiles."""
+    """Write the sums of one split and tile to `partials`, float32 [splits, tokens, rows]. Grid: row
+    tiles, splits, token tiles."""
     row, split, token = tl.program_id(0) * BM, tl.program_id(1), tl.program_id(2) * BN
     first = split * split_blocks
     x, valid = _tokens_at(x, token, x_stride, tokens, BN)
@@ -368,7 +377,8 @@ def _separate(
 def _add_splits(
     partials, bias, out, tokens, rows, out_stride, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add the splits' sums. Grid: blocks of rows, tokens."""
+    """Add the sums of all splits and the bias, and write the product. Grid: blocks of rows,
+    tokens."""
     r, t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     valid = r < rows
     total = added(partials, bias, SPLITS, tokens, rows, t, r, valid)
@@ -381,7 +391,8 @@ def _looped(
     bias, out, out_stride, splits,
     LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Sum all splits of a tile. Grid: row tiles times token tiles, in runs of SIDE row tiles."""
+    """Compute one tile of a product, all splits one after the other. Grid: row tiles times token
+    tiles, in runs of SIDE row tiles."""
     row_tiles, token_tiles = tl.cdiv(rows, BM), tl.cdiv(tokens, BN)
     run = tl.program_id(0) // (SIDE * token_tiles)
     program = tl.program_id(0) % (SIDE * token_tiles)

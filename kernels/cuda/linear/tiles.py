@@ -30,7 +30,8 @@ class ProductTarget(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiling of a product; it affects no bit of the result."""
+    """The tiling of a product: tile sizes, warps and pipeline stages. It affects no bit of the
+    result."""
 
     rows: int
     tokens: int
@@ -40,8 +41,9 @@ class Tiles:
 
 
 def splits_of(matrix: DeviceMatrix) -> tuple[int, int]:
-    """Return the number of splits of a row, and the blocks of each but the last. Both depend on
-    shape and format only. AFFINE gets more programs, to hide the latency of its steps."""
+    """Return the number of splits of each row of a matrix, and the number of blocks in each split
+    but the last. Both depend on shape and format only. AFFINE gets more programs, to hide the
+    latency of its steps."""
     tiles, per_processor = -(-matrix.rows // 64), 4 if matrix.layout.kind == "AFFINE" else 2
     num_splits = -(-per_processor * PROCESSORS // tiles) if tiles < 2 * PROCESSORS else 1
     length = max(-(-matrix.blocks // num_splits), SPLIT_COLUMNS // matrix.layout.block)
@@ -53,7 +55,8 @@ LARGEST = ProductTarget()
 
 @cache
 def target_of(device: torch.device) -> ProductTarget:
-    """Return the target of a device; a CPU, where kernels are interpreted, counts as LARGEST."""
+    """Return the properties of a device for the choice of tilings; a CPU, where kernels are
+    interpreted, counts as LARGEST."""
     if device.type != "cuda":
         return LARGEST
     shared = driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
@@ -61,8 +64,8 @@ def target_of(device: torch.device) -> ProductTarget:
 
 
 def width_of(matrix: DeviceMatrix, tokens: int, target: ProductTarget = LARGEST) -> int:
-    """Return the maximum number of tokens per tile. Before Hopper, 4-bit products have too few
-    registers for the widest tile."""
+    """Return the number of tokens per tile of a product with `tokens` tokens. Before Hopper, 4-bit
+    products have too few registers for the widest tile."""
     widest = 128 if target.is_hopper or matrix.layout.bits > 4 else 64
     if matrix.dtype == torch.float32:  # no tensor cores: products take registers, too
         widest = 32
@@ -70,10 +73,10 @@ def width_of(matrix: DeviceMatrix, tokens: int, target: ProductTarget = LARGEST)
 
 
 def tiles_of(matrix: DeviceMatrix, tokens: int, target: ProductTarget = LARGEST) -> Tiles:
-    """Choose a tiling. Few tokens get narrow tiles, several programs per multiprocessor, and a
-    program per split while there are too few tiles to occupy the device. Many tokens get wide
-    tiles, which read less often; narrower tiles are preferred to split sums in memory.
-    """
+    """Choose the tiling of a product with `tokens` tokens. Few tokens get narrow tiles, several
+    programs per multiprocessor, and a program per split while there are too few tiles to occupy the
+    device. Many tokens get wide tiles, which read weights less often; narrower tiles are preferred
+    to split sums in memory."""
     width = width_of(matrix, tokens, target)
     tall = tall_tiles(matrix, tokens)
     row_tiles = -(-matrix.rows // (128 if tall else 64))
@@ -85,14 +88,14 @@ def tiles_of(matrix: DeviceMatrix, tokens: int, target: ProductTarget = LARGEST)
 
 
 def tall_tiles(matrix: DeviceMatrix, tokens: int) -> bool:
-    """Return whether a tile has 128 rows instead of 64."""
+    """Return whether the tiles of a product with `tokens` tokens have 128 rows instead of 64."""
     return tokens > 64 and matrix.dtype != torch.float32
 
 
 def tiles_of_width(
     matrix: DeviceMatrix, width: int, tall: bool, looped: bool, target: ProductTarget
 ) -> Tiles:
-    """Return the tiling with tiles of `width` tokens."""
+    """Return the tiling with tiles of `width` tokens and, if `tall`, 128 rows instead of 64."""
     layout, size = matrix.layout, matrix.dtype.itemsize
     is_plain, is_affine = layout.kind == "PLAIN", layout.kind == "AFFINE"
     tall = tall or (is_affine and looped)
@@ -112,6 +115,6 @@ def tiles_of_width(
 
 
 def register_limit(tiles: Tiles, dtype: torch.dtype) -> int:
-    """Return the register limit of a thread."""
+    """Return the maximum number of registers per thread with which to compile a product."""
     sums = 2 * tiles.rows * tiles.tokens // (32 * tiles.warps)  # of one split and of all splits
     return 255 if dtype == torch.float32 or sums > 64 else MAX_REGISTERS

@@ -1,3 +1,3 @@
-"""Sampling on the device."""
+"""Sampling of the next tokens on CUDA devices."""
 
 from pdserve.kernels.cuda.sampling.step import CudaSampling

@@ -1,4 +1,5 @@
-"""top_k, top_p and min_p on the device: the floor under each filtered pick's logits / T.
+"""Computes top_k, top_p and min_p on the device: for each pick (one stream's next token) with such
+a filter, the floor below which its logits / T are excluded.
 
 Both top_k and top_p need the largest float such that enough tokens, or enough probability mass, lie
 on or above it. One program per pick searches between `low`, which has enough, and `high`, which has
@@ -32,7 +33,7 @@ STEP = tl.constexpr(0.7)  # about ln 2: the first step down from a guess that wa
 
 @triton.jit
 def order_of(x):
-    """Return int32 in the order of the floats; -0.0 equals 0.0."""
+    """Map floats to int32 numbers of the same order; -0.0 equals 0.0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -49,7 +50,8 @@ def _middle(low, high):
 
 @triton.jit
 def _weights(scaled, inside, peak, MASS: tl.constexpr):
-    """Return the weight of each score: 1, or its probability times a constant."""
+    """Return the weight of each score in the search: 1 for top_k; for top_p (MASS), its probability
+    times a constant."""
     if MASS:
         weights = tl.exp(scaled.to(tl.float64) - peak.to(tl.float64))
     else:
@@ -65,7 +67,8 @@ def _scaled(scores, ids, vocab, temperature):
 
 @triton.jit
 def _gather(scores, vocab, temperature, low, high, gathered, BLOCK: tl.constexpr):
-    """Count the scores in [low, high); store the first BLOCK of them in `gathered`."""
+    """Count the scores / T of one pick that are in [low, high), and store the first BLOCK of them
+    in `gathered`."""
     tl.debug_barrier()  # all threads have read the previous content of `gathered`
     count = 0
     for start in range(0, vocab, BLOCK):
@@ -84,7 +87,8 @@ def _gather(scores, vocab, temperature, low, high, gathered, BLOCK: tl.constexpr
 
 @triton.jit
 def _gathered(gathered, count, peak, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the orders and the weights of the gathered scores."""
+    """Load the gathered scores; return them as int32 in the order of the floats, and their
+    weights."""
     index = tl.arange(0, BLOCK)
     scaled = tl.load(gathered + index, mask=index < count, other=float("-inf"))
     return order_of(scaled), _weights(scaled, index < count, peak, MASS)
@@ -103,7 +107,8 @@ def _measure(
     MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the weight of the `count` scores in [low, high), which are gathered if they fit."""
+    """Return the total weight of the `count` scores in [low, high). The scores are in `gathered` if
+    they are at most BLOCK."""
     weight = count.to(tl.float64)
     if MASS:
         if count <= BLOCK:
@@ -123,7 +128,8 @@ def _measure(
 
 @triton.jit
 def _descend(order, weights, low, high, above, target):
-    """Find the largest float with enough on or above it; `above` is the weight from `high` on."""
+    """Find the largest float in [low, high) such that the weights of scores on or above it add up
+    to at least `target`; `above` is the weight from `high` on. Floats are int32 in their order."""
     while low + 1 < high:
         middle = _middle(low, high)
         weight = above + tl.sum(tl.where(order >= middle, weights, 0.0), 0)
@@ -146,10 +152,12 @@ def _floor(
     MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the largest float, as an integer, with enough on or above it; `low` has enough, or no
-    float has. If count <= BLOCK, the scores from `low` on are already gathered.
+    """Find the largest float, as an int32 in the order of the floats, such that the weights of
+    scores on or above it add up to at least `target`. `low` has enough weight, or no float has. If
+    count <= BLOCK, the scores from `low` on are already gathered.
 
-    Scores equal to `low` are not examined, because there may be many scores of -inf."""
+    Scores equal to `low` are not examined, because there may be many scores of -inf.
+    """
     # Whether a guess has had enough: until then, guesses go down in growing steps.
     has_lower_bound = 0
     high = order_of(peak) + 1
@@ -183,7 +191,8 @@ def _floor(
 
 @triton.jit
 def _guess_kth(scores, vocab, temperature, k, BLOCK: tl.constexpr):
-    """Estimate from a sample a float that well over k scores reach, but likely fewer than BLOCK."""
+    """Estimate from a sample of the scores a float that well over k scores reach, but likely fewer
+    than BLOCK."""
     stride = (vocab + BLOCK - 1) // BLOCK
     ids = tl.arange(0, BLOCK) * stride
     order = order_of(_scaled(scores, ids, vocab, temperature))
@@ -210,7 +219,8 @@ def floors_kernel(
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the floor of one filtered pick: tokens whose logit / T is below it are excluded."""
+    """Compute the floor of one pick with filters: tokens whose logit / T is below the floor are
+    excluded."""
     slot = tl.program_id(0).to(tl.int64)
     pick = tl.load(filtered_picks + slot).to(tl.int64)
     gathered += slot * BLOCK
@@ -274,7 +284,8 @@ def floors_kernel(
 
 
 def floors_of(survey: Survey, filtered_picks: Tensor) -> Tensor:
-    """Return float32 [picks]: floors of the filtered picks, int32 [n]; others are undefined."""
+    """Compute the floors of `filtered_picks`, int32 [n]: tokens whose logit / T is below the floor
+    are excluded. Returns float32 [picks]; the floors of other picks are undefined."""
     num_picks, num_filtered, device = len(survey.best), len(filtered_picks), survey.best.device
     floors = torch.empty(num_picks, device=device)
     gathered = torch.empty(num_filtered, BLOCK, device=device)

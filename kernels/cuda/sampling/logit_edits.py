@@ -1,4 +1,4 @@
-"""Edits of logits before the pick: those of kernels/reference/sampling.py, in one launch.
+"""Edits of logits before tokens are picked: those of kernels/reference/sampling.py, in one launch.
 
 A stream with edits owns a tensor of marks, int32 [vocab]: how often an id was generated, whether it
 was seen (in prompt or output), whether it is hidden until min_tokens; and a float32 bias, if set.
@@ -37,7 +37,8 @@ COUNT = tl.constexpr((1 << 30) - 1)
 
 
 def new_marks(settings: StreamSettings, vocab: int, device: torch.device) -> Tensor:
-    """Return the marks of a stream before its first generated token, int32 [vocab]."""
+    """Return the marks of a stream before its first generated token, int32 [vocab]: which ids the
+    prompt has, and which are hidden until min_tokens."""
     marks = torch.zeros(vocab, dtype=torch.int32, device=device)
     prompt = _ids(settings.penalized_prompt, device)
     if settings.penalty_window:
@@ -50,7 +51,8 @@ def new_marks(settings: StreamSettings, vocab: int, device: torch.device) -> Ten
 
 
 def new_bias(settings: StreamSettings, vocab: int, device: torch.device) -> Tensor:
-    """Return the bias of the logits, float32 [vocab]; -0.0, which changes no number, by default."""
+    """Return a stream's bias of the logits, float32 [vocab]. Ids without a bias have -0.0, which
+    changes no number when added."""
     bias = torch.full((vocab,), -0.0, device=device)
     bias[_ids(list(settings.logit_bias), device)] = torch.tensor(
         list(settings.logit_bias.values()), device=device
@@ -66,7 +68,8 @@ def _ids(ids: Sequence[int], device: torch.device) -> Tensor:
 def edit_kernel(
     records, words, edited_picks, logits, stride, edited_scores, vocab, TILE: tl.constexpr
 ):
-    """Process one tile of one edited pick: read its logits and marks, write its scores."""
+    """Edit the logits of one pick in one tile of the vocabulary: update the stream's marks, and
+    write the edited scores."""
     slot = tl.program_id(1).to(tl.int64)
     pick = tl.load(edited_picks + slot)
     ids = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -109,7 +112,8 @@ def edit_kernel(
 def edit(
     records: Tensor, words: Tensor, edited_picks: Tensor, logits: Tensor, vocab: int
 ) -> Tensor:
-    """Return the edited scores of the picks edited_picks int32 [n]: float32 [n, vocab]."""
+    """Edit the logits of the picks `edited_picks`, int32 [n]; return the edited scores, float32 [n,
+    vocab]."""
     num_picks = len(edited_picks)
     scores = torch.empty(num_picks, vocab, device=logits.device)
     edit_kernel[triton.cdiv(vocab, TILE), num_picks](

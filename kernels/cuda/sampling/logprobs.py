@@ -18,8 +18,9 @@ TILE = 2048
 
 @triton.jit
 def best_kernel(logits, stride, vocab, count, best, best_id, mass, TILE: tl.constexpr):
-    """Write the best scores of one tile of one row with their ids, best first, ties to the lowest
-    id, and the sum of exp(score - the tile's best). NaN is the best score, and its sum is NaN."""
+    """Write the best scores in one tile of one row of logits with their ids, best first, ties to
+    the lowest id, and the sum of exp(score - the tile's best). NaN is the best score, and its sum
+    is NaN."""
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     index = row * tl.num_programs(0) + tile
     ids = tile * TILE + tl.arange(0, TILE)
@@ -58,7 +59,8 @@ def scores_kernel(
     ENTRIES: tl.constexpr,
     ALSO: tl.constexpr,
 ):
-    """Write a row of `out`: its token's log-probability, `count` ids, theirs, those of also_ids."""
+    """Write one row of `out`: the log-probability of the row's token, the `count` best ids, their
+    log-probabilities, and those of the ids also_ids."""
     row = tl.program_id(0).to(tl.int64)
     out += row * (1 + 2 * count + num_also)
     per_tile = tl.maximum(count, 1)
@@ -104,7 +106,8 @@ def scores_kernel(
 
 @torch.inference_mode()
 def launch(logits: Tensor, ids: Tensor, count: int) -> Tensor:
-    """Launch both kernels; return doubles [rows, 1 + 2 * count + also], see scores_kernel.
+    """Launch both kernels; return doubles [rows, 1 + 2 * count + also], whose columns
+    `scores_kernel` describes.
 
     `ids` int32: a token per row, then `also`. logits float32 [rows, vocab], adjacent columns.
     """
@@ -151,13 +154,14 @@ def launch(logits: Tensor, ids: Tensor, count: int) -> Tensor:
 def logprobs(
     logits: Tensor, tokens: Sequence[int], count: int, also: Sequence[int] = ()
 ) -> list[TokenScores]:
-    """Return the log-probability of tokens[r] in row r of raw logits [rows, vocab], of the row's
-    `count` best and of the ids `also`. Raises ValueError for ids or counts out of range."""
+    """Return for each row r of raw logits [rows, vocab] the log-probability of tokens[r], of the
+    row's `count` best tokens and of the ids `also`. Raises ValueError for ids or counts out of
+    range."""
     rows, vocab = logits.shape
     if len(tokens) != rows:
         raise ValueError("tokens: expected one for each row of logits")
     if not 0 <= count <= vocab:
-        raise ValueError(f"count: must be 0 to {vocab}")
+        raise ValueError(f"count: must be 0 to {vocab}, the size of the vocabulary, not {count}")
     for name, ids in (("tokens", tokens), ("also", also)):
         if ids and not (min(ids) >= 0 and max(ids) < vocab):
             raise ValueError(f"{name}: an id is outside the vocabulary of {vocab}")

@@ -1,4 +1,5 @@
-"""The best token of each pick: argmax of scores, or of scores / T + Gumbel noise.
+"""Picks the next token of each stream on the device: the argmax of scores, or of scores / T +
+Gumbel noise. A pick is the choice of one stream's token.
 
 Programs over tiles of the vocabulary find each tile's best score and, for picks with a temperature,
 an upper bound of score + noise in the tile. One program per pick then computes the noise in doubles
@@ -38,7 +39,7 @@ LAST = tl.constexpr(10)  # of the series 1, 1/3, 1/5, ...
 
 @triton.jit
 def _mix(x):
-    """Apply SplitMix64's finalizer to uint64."""
+    """Apply the finalizer of the hash SplitMix64 to uint64 numbers."""
     x = (x ^ (x >> 30)) * MULTIPLIER_1
     x = (x ^ (x >> 27)) * MULTIPLIER_2
     return x ^ (x >> 31)
@@ -46,7 +47,7 @@ def _mix(x):
 
 @triton.jit
 def noise_key(records, pick):
-    """Return a uint64 hash of the pick's seed, choice and position."""
+    """Return the key of a pick's noise: a uint64 hash of its seed, choice and position."""
     key = _mix(field(records, pick, SEED, tl.uint64) + GOLDEN)
     key = _mix((key ^ field(records, pick, CHOICE, tl.uint64)) + GOLDEN)
     return _mix((key ^ field(records, pick, POSITION, tl.uint64)) + GOLDEN)
@@ -54,13 +55,14 @@ def noise_key(records, pick):
 
 @triton.jit
 def noise_bits(key, token_ids):
-    """Return 32 random bits per token id, uint32."""
+    """Return the random bits of each token id under a pick's key, uint32."""
     return (_mix(key + (token_ids + 1).to(tl.uint64) * GOLDEN) >> 32).to(tl.uint32)
 
 
 @triton.jit
 def _log(x):
-    """Return the reference's logarithm of positive normal doubles, in the same operation order."""
+    """Return the logarithm of positive normal doubles, with the reference's operations in the same
+    order, so that the bits are equal."""
     bits = x.to(tl.int64, bitcast=True)
     mantissa = ((bits & ((1 << 52) - 1)) | (1023 << 52)).to(tl.float64, bitcast=True)
     high = mantissa > tl.full((), SQRT2, tl.float64)  # Triton compares bare numbers as float32
@@ -77,14 +79,15 @@ def _log(x):
 
 @triton.jit
 def noise_of(bits):
-    """Return the noise of uint32 bits, float32, bit-identical to the reference."""
+    """Convert random uint32 bits to Gumbel noise, float32, bit-identical to the reference."""
     u = (bits.to(tl.float64) + 0.5) * (2.0**-32)
     return (-_log(-_log(u))).to(tl.float32)
 
 
 @triton.jit
 def noise_bound(bits):
-    """Return an upper bound of `noise_of`, at most 0.085 too high for noise from 3 to 18.
+    """Return an upper bound of `noise_of` that is cheaper to compute, at most 0.085 too high for
+    noise from 3 to 18.
 
     With v = 1 - u: -log(-log(u)) <= -log(v). `half` is 2^31 v rounded down, and log2(half) is at
     least exponent + fraction, the value of a float's bits read as an integer. 2e-4 covers rounding
@@ -103,7 +106,8 @@ TILE = 2048
 def survey_kernel(
     records, logits, stride, edited_scores, vocab, best, best_id, mass, bound, TILE: tl.constexpr
 ):
-    """Process one tile of one pick: write its best score (inf for NaN) and the lowest id with it.
+    """Process one tile of the vocabulary for one pick: write the tile's best score (inf for NaN)
+    and the lowest id with it.
 
     With top_p, also write the sum of exp(score / T - the tile's best / T); with a temperature and
     no filter, the bound of score / T + noise.
@@ -142,7 +146,8 @@ def bound_kernel(
     bound,
     TILE: tl.constexpr,
 ):
-    """Write the bound of score / T + noise over the candidates in one tile of a filtered pick."""
+    """Write an upper bound of score / T + noise over those tokens in one tile that a pick's filters
+    keep."""
     tile, slot = tl.program_id(0), tl.program_id(1)
     pick = tl.load(filtered_picks + slot).to(tl.int64)
     ids = tile * TILE + tl.arange(0, TILE)
@@ -173,7 +178,7 @@ def choose_kernel(
     TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Choose the token of one pick; -1 if its best score is not finite."""
+    """Choose the token of one pick; -1 if the pick's best score is not finite."""
     pick = tl.program_id(0).to(tl.int64)
     tiles = tl.arange(0, TILES)
     valid = tiles < num_tiles
@@ -210,13 +215,13 @@ def choose_kernel(
 
 
 class Survey:
-    """The picks of a step, with what the programs over tiles found: each [picks, tiles] on the
-    device."""
+    """The picks of a step, and what the kernels found in each tile of the vocabulary, such as its
+    best score: tensors [picks, tiles] on the device."""
 
     def __init__(
         self, records: Tensor, logits: Tensor, edited_scores: Tensor, vocab: int, num_picks: int
     ) -> None:
-        """Read the scores of every pick once."""
+        """Launch `survey_kernel`, which reads the scores of every pick once."""
         device = logits.device
         self.records = records
         self.scores = logits, logits.stride(0), edited_scores, vocab  # arguments of each kernel
@@ -239,7 +244,8 @@ class Survey:
         )
 
     def bound_filtered(self, filtered_picks: Tensor, floors: Tensor) -> None:
-        """Write the bounds of the filtered picks, int32 [n]; `floors` float32 [picks]."""
+        """Launch `bound_kernel` for the filtered picks, int32 [n]; `floors` float32 [picks] are the
+        lowest scores / T that their filters keep."""
         bound_kernel[self.num_tiles, len(filtered_picks)](
             self.records,
             filtered_picks,

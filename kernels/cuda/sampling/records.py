@@ -1,5 +1,5 @@
-"""The data that the host sends to the device for each pick of a step, which samples one token: one
-packed RECORD.
+"""The record that the host sends to the device for each pick of a step, the choice of one token:
+one packed RECORD.
 
 `position` is the number of generated ids. `edited` is the pick's row in the edited scores, -1 if
 the logits are not edited. `mask` is the start of its mask in the step's words, -1 for none. `fresh`
@@ -52,13 +52,13 @@ FRESH, NUM_FRESH = _offset("fresh"), _offset("num_fresh")
 
 @triton.jit
 def field(records, pick, offset: tl.constexpr, dtype: tl.constexpr):
-    """Return one field of a pick's record; `records` points to bytes."""
+    """Load one field of a pick's record; `records` points to the bytes of all records."""
     return tl.load((records + pick * SIZE + offset).to(tl.pointer_type(dtype)))
 
 
 @triton.jit
 def is_filtered(records, pick):
-    """Return whether top_k, top_p or min_p excludes tokens."""
+    """Return whether a pick has a top_k, top_p or min_p that excludes tokens."""
     narrowed = (field(records, pick, TOP_K, tl.int32) > 0) | (
         field(records, pick, TOP_P, tl.float64) < 1
     )
@@ -67,7 +67,8 @@ def is_filtered(records, pick):
 
 @triton.jit
 def scores_of(records, pick, logits, stride, edited_scores, vocab):
-    """Return a pointer to the pick's scores [vocab]: its row of the logits or edited scores."""
+    """Return a pointer to the scores [vocab] from which a token is picked: a row of the edited
+    scores if the pick's logits are edited, else of the logits."""
     edited = field(records, pick, EDITED, tl.int32).to(tl.int64)
     row = field(records, pick, ROW, tl.int32).to(tl.int64)
     return tl.where(edited >= 0, edited_scores + edited * vocab, logits + row * stride)

@@ -1,7 +1,8 @@
 """Sampling of a step on the device: `stream`, `sample` and `logprobs` of kernels/sampling_ops.py.
 
-A step is one upload (a record per pick, ids and masks), two to five launches for any number of
-picks, and one copy back. A pick depends only on its logits and stream.
+A pick is the choice of one stream's next token. A step is one upload (a record per pick, ids and
+masks), two to five launches for any number of picks, and one copy back. A pick depends only on its
+logits and stream.
 """
 
 import math
@@ -21,7 +22,8 @@ from pdserve.kernels.sampling_ops import GREEDY_BELOW, Mask, StreamSettings, Tok
 
 
 class CudaTokenStream:
-    """A stream's constant record, and its marks on the device once its logits are edited.
+    """The sampling state of one token stream: the constant part of its picks' records, and its
+    marks on the device once its logits are edited.
 
     The stream owns these tensors. A step that still runs may read them after they are freed,
     because the allocator reuses memory only in the order of the device's stream.
@@ -53,11 +55,13 @@ class CudaTokenStream:
         self.record = constant.tobytes()
 
     def edits(self, num_generated: int) -> bool:
-        """Return whether the next pick's logits are edited, apart from masks."""
+        """Return whether bias, penalties or hidden ids edit the logits of the stream's next pick;
+        masks do not count."""
         return self.always_edits or num_generated < self.hides_until
 
     def to_device(self, device: torch.device) -> None:
-        """Create the tensors of the edits; later calls do nothing."""
+        """Create the stream's tensors of marks and bias on the device, if it needs them; later
+        calls do nothing."""
         if self._tensors or not (self.always_edits or self.hides_until):
             return
         if self.settings.penalizes or self.hides_until:
@@ -71,12 +75,16 @@ class CudaTokenStream:
         self.record = self._constant.tobytes()
 
     def fresh(self, generated: Sequence[int]) -> Sequence[int]:
-        """Return the record's words of `fresh`: generated ids that the marks do not count yet, and
-        -1 - id for ids to remove. Raises ValueError if `generated` became shorter."""
+        """Return the words that update the stream's marks: generated ids that the marks do not
+        count yet, and -1 - id for each id that left the penalty window. Raises ValueError if
+        `generated` became shorter, or has an id outside the vocabulary."""
         if not self.settings.penalizes:
             return []
         if len(generated) < self.num_counted:
-            raise ValueError("generated: shorter than at the stream's last pick")
+            raise ValueError(
+                f"generated: shorter than at the stream's last pick: {len(generated)} ids, "
+                f"expected at least {self.num_counted}"
+            )
         ids, removed = self.settings.penalty_changes(generated, self.num_counted)
         if ids and not (min(ids) >= 0 and max(ids) < self.vocab):
             raise ValueError(f"generated: an id is outside the vocabulary of {self.vocab}")
@@ -84,10 +92,11 @@ class CudaTokenStream:
 
 
 class CudaSampledTokens:
-    """Launched picks, and their queued copy to the host."""
+    """The tokens of launched picks on the device, and their queued copy to the host."""
 
     def __init__(self, tokens: Tensor) -> None:
-        """Queue the copy of `tokens`, int32 [picks], computed on the current stream."""
+        """Queue the copy of `tokens`, int32 [picks], to the host; the current stream computes
+        them."""
         self.tokens = tokens
         self._copied: torch.cuda.Event | None = None
         self._host = tokens
@@ -98,7 +107,7 @@ class CudaSampledTokens:
             self._copied.record()
 
     def read(self) -> list[int]:
-        """Wait for the copy and return the tokens."""
+        """Wait for the copy of the tokens to the host and return them."""
         if self._copied is not None:
             self._copied.synchronize()
         tokens: list[int] = self._host.tolist()
@@ -106,14 +115,17 @@ class CudaSampledTokens:
 
 
 class CudaSampling:
-    """Sampling on one CUDA stream of the logits' device; a step has one pick per token stream."""
+    """Sampling on one CUDA stream of the logits' device; a step picks one token for each token
+    stream."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
-        """`stream`: None means the current stream of the calling thread."""
+        """`stream` is the CUDA stream to launch on; None means the current stream of the calling
+        thread."""
         self._stream = stream
 
     def stream(self, settings: StreamSettings, vocab: int) -> CudaTokenStream:
-        """Create a token stream. Raises ValueError for invalid settings or ids."""
+        """Create the sampling state of a token stream. Raises ValueError for invalid settings or
+        ids."""
         return CudaTokenStream(settings, vocab)
 
     def sample(
@@ -124,7 +136,8 @@ class CudaSampling:
         generated: list[list[int]],
         masks: list[Mask | None] | None = None,
     ) -> list[int]:
-        """Sample like kernels/reference/sampling.py, in one step on the device."""
+        """Sample the next token of each stream like kernels/reference/sampling.py, in one step on
+        the device."""
         if not rows:
             return []
         with torch.cuda.stream(self._stream):
@@ -137,7 +150,8 @@ class CudaSampling:
         streams: list[CudaTokenStream],
         num_generated: list[int],
     ) -> CudaSampledTokens:
-        """Implement AheadSampling.begin, for at least one pick."""
+        """Launch sampling without waiting for the tokens, as AheadSampling.begin defines; at least
+        one stream."""
         with torch.cuda.stream(self._stream):
             return CudaSampledTokens(
                 self.launch(logits, rows, streams, list(map(range, num_generated)))
@@ -196,7 +210,7 @@ class CudaSampling:
     def logprobs(
         self, logits: Tensor, tokens: list[int], count: int, also: Sequence[int] = ()
     ) -> list[TokenScores]:
-        """Compute the values of kernels/reference/sampling.py, with sums in doubles."""
+        """Return log-probabilities like kernels/reference/sampling.py, with sums in doubles."""
         with torch.cuda.stream(self._stream):
             return logprobs(logits, tokens, count, also)
 
@@ -209,7 +223,8 @@ def _add_edits(
     generated: Sequence[Sequence[int]],
     masks: list[Mask | None] | None,
 ) -> NDArray[np.int32]:
-    """Fill in the edit fields of the records; return the step's words: fresh ids and masks."""
+    """Fill in the edit fields of the records; return the words that these fields point to: ids that
+    update the marks, and masks."""
     parts: list[NDArray[np.int32]] = []
     position = 0
     for slot, (i, ids) in enumerate(zip(edited, fresh, strict=True)):
@@ -228,7 +243,7 @@ def _add_edits(
 
 
 def _upload(parts: list[NDArray[np.uint8]], device: torch.device) -> Tensor:
-    """Upload bytes in one asynchronous copy."""
+    """Upload arrays of bytes, joined to one tensor, in one asynchronous copy."""
     size = sum(part.nbytes for part in parts)
     # Torch reuses pinned memory only after the copies out of it have ended.
     staged = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -243,7 +258,8 @@ def _check_step(
     generated: Sequence[Sequence[int]],
     masks: list[Mask | None] | None,
 ) -> int:
-    """Check the arguments of `launch`; return the size of the vocabulary. Raises like `launch`."""
+    """Check the arguments of `launch`, and return the size of the vocabulary. Raises ValueError or
+    TypeError like `launch`."""
     if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
         raise TypeError("logits: expected float32 [n, vocab] with adjacent columns")
     num_rows, vocab = logits.shape
@@ -252,17 +268,22 @@ def _check_step(
     if not (min(rows) >= 0 and max(rows) < num_rows):
         raise ValueError(f"rows: a row is outside the {num_rows} rows of logits")
     if any(stream.vocab != vocab for stream in streams):
-        raise ValueError(f"streams: a stream's vocabulary is not the logits' {vocab}")
+        raise ValueError(
+            f"streams: a stream's vocabulary does not have {vocab} ids like the logits"
+        )
     if masks is not None:
         if len(masks) != len(rows):
-            raise ValueError("masks: expected one for each pick")
+            raise ValueError("masks: expected a mask or None for each pick")
         for mask in masks:
             if mask is None:
                 continue
             if mask.dtype != np.uint32 or mask.ndim != 1:
                 raise TypeError("masks: expected uint32 [(vocab + 31) // 32]")
             if len(mask) != (vocab + 31) // 32:
-                raise ValueError(f"masks: a mask does not match the vocabulary of {vocab}")
+                raise ValueError(
+                    f"masks: a mask has {len(mask)} words, expected {(vocab + 31) // 32} "
+                    f"for {vocab} ids"
+                )
     return vocab
 
 
