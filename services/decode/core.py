@@ -86,7 +86,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         runtime, start = self._runtime, admit.start
         try:
             if runtime is None or self._draining:
-                raise ServiceError(pb.UNAVAILABLE, "the worker does not accept new work")
+                raise ServiceError(pb.UNAVAILABLE, "the decode worker does not accept new requests")
             if len(admit.attempt) != ID_BYTES or admit.attempt in self._served:
                 text = f"the attempt id must be new and have {ID_BYTES} bytes"
                 raise ServiceError(pb.INVALID_ARGUMENT, text, "attempt")
@@ -265,7 +265,11 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         served = self._served.get(attempt)
         if served is None:
             return
-        log.info("the KV hand-off was lost: %s", reason, extra={"request": served.name})
+        log.info(
+            "the KV hand-off to this worker was lost, so the router retries the request: %s",
+            reason,
+            extra={"request": served.name},
+        )
         handoff_lost = wire.HandoffLost(attempt=attempt, reason=reason)
         self._end(served, wire.DecodeEvent(handoff_lost=handoff_lost))
 
@@ -324,7 +328,11 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             case RequestFailed(_, message, param) if param:
                 self._fail(served, ServiceError(pb.INVALID_ARGUMENT, message, param))
             case RequestFailed(_, message):
-                log.error("the engine failed: %s", message, extra={"request": served.name})
+                log.error(
+                    "the engine failed, so the request ends with an internal error: %s",
+                    message,
+                    extra={"request": served.name},
+                )
                 text = "the model failed while it processed the request"
                 self._fail(served, ServiceError(pb.INTERNAL, text))
 

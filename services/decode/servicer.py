@@ -60,7 +60,9 @@ class DecodeServicer(worker_pb2_grpc.DecodeServicer):
             case "stay":
                 self._core.unfreeze(session, command.stay.attempt)
             case _:
-                log.warning("ignored a command of a router that this version does not know")
+                log.warning(
+                    "the decode worker ignored a router's command that its version does not know"
+                )
 
 
 class DecodeRole(WorkerRole[DecodeSettings, DecodeCore, DecodeRuntime]):

@@ -278,7 +278,10 @@ class SingleFlight:
             return False
         self._engine.limits.check(request)
         if len(self._waiting) >= self._engine.limits.max_waiting:
-            raise QueueFull(f"{len(self._waiting)} requests already wait for the KV of others")
+            raise QueueFull(
+                f"{len(self._waiting)} requests already wait for the KV of other requests, and at "
+                f"most {self._engine.limits.max_waiting} may"
+            )
         self._waiting[request.key] = _Waiting(request, chain, sharing)
         self._prefixes.follow(request.key, chain, shared, request.priority)
         attempt, leader = bytes.fromhex(request.key), bytes.fromhex(shared.leader)

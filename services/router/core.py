@@ -106,7 +106,10 @@ class RouterCore:
     def _lose(self, dead: list[Worker]) -> None:
         for worker in dead:
             if not worker.leaving:
-                log.warning("worker %s died or cannot be reached any more", worker.address)
+                log.warning(
+                    "worker %s died or cannot be reached; its requests continue on other workers",
+                    worker.address,
+                )
             self.deaths[_model_and_role(worker.hello)] += worker.stays
             self.worker_sessions.close(worker)
             self.dispatcher.disconnected(worker, died=worker.stays, now=self._loop.time())
@@ -118,7 +121,11 @@ class RouterCore:
         used = self.dispatcher.workers_in_use() if leaving else ()
         for worker in leaving:
             if worker not in used:
-                log.info("worker %s is deregistered; it uses other routers", worker.address)
+                log.info(
+                    "the router forgets worker %s, which deregistered from it and runs none of its "
+                    "requests any more",
+                    worker.address,
+                )
                 self._lose(self.fleet.lost(worker))
 
     # --- join streams
@@ -132,7 +139,12 @@ class RouterCore:
         self.dispatcher.joined(worker)
         model, role = _model_and_role(hello)
         self.deaths[model, role] += 0  # so that the Prometheus counter starts at zero
-        log.info("%s worker %s registered, model %s", role, hello.address, model)
+        log.info(
+            "the %s worker %s registered with this router and serves model %s",
+            role,
+            hello.address,
+            model,
+        )
         return worker
 
     def report(self, worker: Worker, report: fleet_pb2.WorkerReport, lease: int) -> bool:
@@ -162,7 +174,12 @@ class RouterCore:
                 return False
         elif kind == "goodbye":
             action = "deregisters from this router" if report.goodbye.leaves else "is draining"
-            log.info("worker %s %s: %s", worker.address, action, report.goodbye.reason)
+            log.info(
+                "worker %s gets no new requests, because it %s; its reason: %s",
+                worker.address,
+                action,
+                report.goodbye.reason,
+            )
             self.fleet.deregister(worker, report.goodbye.leaves)
         return True
 
@@ -171,10 +188,14 @@ class RouterCore:
             return
         address = worker.address
         if worker.frozen:
-            log.warning("the engine of worker %s is frozen: it makes no progress", address)
+            log.warning(
+                "the engine of worker %s is frozen (it makes no progress); its requests continue on "
+                "other workers",
+                address,
+            )
             self.dispatcher.frozen(worker, now)
         else:
-            log.warning("the engine of worker %s makes progress again", address)
+            log.warning("the engine of worker %s makes progress again after it was frozen", address)
             self.dispatcher.tick(now)
 
     def left(self, worker: Worker, lease: int) -> None:

@@ -56,7 +56,12 @@ class FleetBlobs:
                 async with self._access.open_channel(address, role) as channel:
                     return await read_blob(channel, digest)
             except (ServiceError, OSError) as error:
-                log.warning("cannot read model file %s from worker %s: %s", digest, address, error)
+                log.warning(
+                    "cannot read the model file with digest %s from worker %s: %s",
+                    digest,
+                    address,
+                    error,
+                )
         return None
 
     def _holders(self, digest: str) -> list[tuple[str, Role]]:

@@ -328,7 +328,7 @@ def check_hello(hello: fleet_pb2.WorkerHello) -> None:
     if invalid_field:
         raise ServiceError(
             common_pb2.INVALID_ARGUMENT,
-            f"worker registration: the field {invalid_field} is invalid",
+            f"the router refused the worker's registration: its field {invalid_field} is invalid",
             invalid_field,
         )
 
@@ -361,7 +361,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
             self._versions.check(hello.protocol, f"worker {hello.address}")
             check_hello(hello)
             if not self._access.may_be(context, ROLES[hello.role]):
-                text = "worker registration: the certificate belongs to another role"
+                text = (
+                    "the router refused the worker's registration: its certificate has another role"
+                )
                 raise ServiceError(common_pb2.PERMISSION_DENIED, text, "role")
         except ServiceError as error:
             await abort(context, error)

@@ -73,5 +73,6 @@ class RouterSettings(PublicSettings, BackendSettings):
     def __post_init__(self) -> None:
         if (self.tls_cert or self.tls_key) and not self.client_bind:
             raise ValueError(
-                "a router uses --tls-cert and --tls-key only with --client-bind; set it too"
+                "the router uses --tls-cert and --tls-key only for the address --client-bind; set "
+                "--client-bind too"
             )

@@ -112,7 +112,7 @@ class KvCompatibility:
             if pair not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(pair)
                 log.warning(
-                    "decode worker %s cannot use KV of prefill worker %s: %s",
+                    "decode worker %s cannot use KV of prefill worker %s; no request gets both: %s",
                     decode.hex()[:8],
                     prefill.hex()[:8],
                     difference.text,
@@ -126,7 +126,8 @@ class KvCompatibility:
             return False
         self.inexact["resume"] += 1
         log.warning(
-            "the request resumed on a worker with another KV identity: %s",
+            "the request resumed on a worker with another KV identity, so its response may differ "
+            "from an undisturbed one; differences: %s",
             "; ".join(d.text for d in differences(origin, identity, RESUME_SIDES)),
             extra={"request": request},
         )

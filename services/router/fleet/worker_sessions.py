@@ -108,10 +108,18 @@ class WorkerSession:
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
                 refused = is_refusal(error)
                 if not refused or reason != refusal:
-                    log.warning("the session with worker %s failed: %s", self._address, reason)
+                    log.warning(
+                        "the session with worker %s failed; the router reopens it unless the "
+                        "worker's port refuses connections: %s",
+                        self._address,
+                        reason,
+                    )
                 refusal = str(reason) if refused else ""
             except Exception:
-                log.exception("the session with worker %s failed; reopening it", self._address)
+                log.exception(
+                    "the session with worker %s failed unexpectedly; the router reopens it",
+                    self._address,
+                )
             probe_result = await probe(self._address)
             if probe_result is ProbeResult.REFUSED:
                 # Called from outside this task, because the listener cancels it.
@@ -147,7 +155,7 @@ class WorkerSession:
                 outbox.put(self._pending_cancels.popleft())
             self._unsettled = True
             writer = asyncio.create_task(_write(call.write, outbox))
-            log.info("the session with worker %s is open", self._address)
+            log.info("the router opened its session with worker %s", self._address)
             self._listener.up(self._worker)
             try:
                 rows = RowReader()

@@ -301,7 +301,9 @@ def of_decode(kind: str, message: Any) -> DecodeEvent:
             return SourceMoved(attempt, message.to)
         case "stayed":
             return SourceStayed(attempt, message.reason)
-    raise ValueError(f"unexpected event of a decode worker: {kind}")
+    raise ValueError(
+        f"no conversion for the message {kind} of a decode worker: it needs other data"
+    )
 
 
 def of_prefill(kind: str, message: Any) -> PrefillEvent:

@@ -181,7 +181,10 @@ class Placer:
         self.reasons[decision.reason] += 1
         reason, cached = decision.reason, decision.cached_tokens
         log.debug(
-            "placed: %s, %d tokens cached at decode", reason, cached, extra={"request": request.id}
+            "workers chosen for the request: %s; the decode worker has %d of its tokens cached",
+            reason,
+            cached,
+            extra={"request": request.id},
         )
         if request.beginning.expected is None:
             request.beginning.expected = cached

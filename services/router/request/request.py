@@ -612,7 +612,7 @@ class RoutedRequest:
         now: float,
     ) -> None:
         log.info(
-            "%s model=%s prefill=%s decode=%s tries=%d seconds=%.3f",
+            "request ended: %s model=%s prefill=%s decode=%s tries=%d seconds=%.3f",
             "done" if error is None else f"failed ({error.message})",
             self.model,
             _address(assignment.prefill if assignment else None, "local"),
