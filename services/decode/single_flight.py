@@ -157,7 +157,8 @@ class PromisedPrefixes:
         return leader is not None and leader.in_engine and not leader.begun
 
     def begun(self, key: str) -> None:
-        """Record that the engine has picked a leader from its queue."""
+        """Record that the engine has picked a leader from its queue and computes it; no effect if
+        `key` is not a leader."""
         if (leader := self._leaders.get(key)) is not None:
             leader.begun = True
 

@@ -189,8 +189,8 @@ class RouterCore:
         address = worker.address
         if worker.frozen:
             log.warning(
-                "the engine of worker %s is frozen (it makes no progress); its requests continue on "
-                "other workers",
+                "the engine of worker %s is frozen (it makes no progress); its requests continue "
+                "on other workers",
                 address,
             )
             self.dispatcher.frozen(worker, now)

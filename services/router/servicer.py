@@ -1,7 +1,7 @@
 """gRPC services of the router: Router for gateways and clients, and Fleet.Join for workers.
 
 Reading a client's messages never waits for the client's events to be sent. A slow client fills only
-the outbox of its own session, in which tokens are merged.
+the outbox of its session, in which tokens are merged.
 """
 
 import asyncio

@@ -63,7 +63,8 @@ class PromptFacts:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The operator's settings of the placement policy."""
+    """The operator's settings of the placement policy: when a prefill worker computes a prompt, and
+    which workers may be combined."""
 
     remote_prefill: str = "auto"  # auto, always, never
     threshold: int = 512
