@@ -238,8 +238,8 @@ class Dispatcher:
             self.placer.pump(now)
 
     def client_gone(self, client: Client, now: float) -> None:
-        """Process the end of a client's session: end the client's requests, unless it issues them
-        again in time."""
+        """Process the end of a client's session: end the client's requests, unless the client
+        issues them again in time."""
         for request in self._requests.values():
             if request.client is client:
                 request.step(on.ClientLeft(), now)

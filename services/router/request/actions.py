@@ -106,8 +106,8 @@ class CancelAtPrefill(AttemptAction):
 
 
 class RepeatAborts(AttemptAction):
-    """Send decode the cancels of the choices that the client has cancelled once more, since it may
-    not have received them."""
+    """Send decode once more the cancels of all choices that the client has cancelled, because
+    decode may not have received them."""
 
 
 class ReleasePrefill(AttemptAction):

@@ -395,8 +395,8 @@ class Placer:
             del self.admitting[decode]
 
     def stopped_following(self, attempt: Assignment, now: float) -> None:
-        """Count the prompt of an attempt as work of its prefill worker: decode was expected to wait
-        for another prompt's KV for it, but does not."""
+        """Count the prompt of an attempt as work of its prefill worker, since decode does not wait
+        for another prompt's KV as expected."""
         if attempt.prefill is not None:
             attempt.prefill.commanded(attempt.id, len(attempt.ids), now)
 
