@@ -1,1 +1,2 @@
-"""The decode worker: receives KV, generates tokens, migrates requests."""
+"""The decode worker service: receives KV from prefill workers, generates tokens, and migrates
+requests to other decode workers."""

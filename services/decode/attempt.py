@@ -1,4 +1,5 @@
-"""One attempt as decode serves it: its output so far, and the seconds it spends in each phase."""
+"""One attempt at a request as the decode worker serves it: its output so far, and the seconds that
+it spends in each phase."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,8 @@ class Transcript:
 
     @property
     def weight(self) -> int:
-        """Approximate memory use, counted in token ids, including the prompt."""
+        """Approximate memory use of the request's output and prompt; the unit is the memory of one
+        token id."""
         scores = [row for choice in self._logprobs for row in choice]
         scores += self._prompt.logprobs if isinstance(self._prompt, PromptScored) else ()
         candidates = sum(1 + len(score.top) for score in scores)
@@ -48,7 +50,8 @@ class Transcript:
         return self._prompt_len + sum(map(len, self._ids)) + 4 * candidates
 
     def take(self, event: NewTokens | PromptScored | Pooled) -> None:
-        """Add an event; the events of a choice come in order."""
+        """Append the output in an event of the engine; the events of one choice must come in
+        order."""
         if not isinstance(event, NewTokens):
             self._prompt = event
             return
@@ -59,18 +62,18 @@ class Transcript:
             self._ends[event.choice] = event.finish
 
     def covers(self, counts: Sequence[int]) -> bool:
-        """Return whether everything after the first `counts` ids of each choice can be sent again.
+        """Return whether all output after the first `counts` ids of each choice can be sent again.
 
-        That is not possible for log-probabilities of ids that another attempt generated, which are
-        unknown here.
+        It cannot if it includes log-probabilities of ids that another attempt generated, because
+        these are unknown here.
         """
         return not self._scored or all(
             self._count(counts, choice) >= base for choice, base in enumerate(self._base)
         )
 
     def since(self, counts: Sequence[int]) -> Iterator[NewTokens | PromptScored | Pooled]:
-        """Yield everything after the first `counts` ids of each choice, in parts; a missing count
-        is 0."""
+        """Yield the output for the prompt, and all output after the first `counts` ids of each
+        choice, as events of limited size; a missing count is 0."""
         if self._prompt is not None:
             yield self._prompt
         for choice in range(len(self._ids)):
@@ -98,7 +101,8 @@ class Transcript:
 
 @dataclass(eq=False, slots=True)
 class ServedAttempt:
-    """One attempt at a request. Times are readings of time.monotonic; 0: not reached yet."""
+    """State of one attempt at a request on this decode worker. Times are readings of
+    time.monotonic, or 0 while what they record has not happened."""
 
     attempt: bytes
     name: str  # the request's public id
@@ -126,13 +130,14 @@ class ServedAttempt:
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     def stop_timers(self) -> None:
-        """Cancel its deadlines."""
+        """Cancel the timers of the attempt's deadlines."""
         for timer in self.timers:
             timer.cancel()
         self.timers.clear()
 
     def send(self, event: NewTokens) -> None:
-        """Send new tokens to the router; a single token is sent as a row if possible."""
+        """Send new tokens to the router. If possible, a single token is sent as a row, the compact
+        form."""
         outbox = self.session.outbox
         if len(event.ids) == 1 and not event.logprobs and event.finish is None:
             choice = self.numbered.get(event.choice)
@@ -144,7 +149,8 @@ class ServedAttempt:
         outbox.put(DecodeEvent(tokens=to_tokens(self.name, self.attempt, self.epoch, event)))
 
     def phases(self) -> pb.Phases:
-        """Return the seconds of each phase; their sum is the time from Admit to the first token."""
+        """Return the seconds of the attempt's phases (queue, prefill, transfer, first token); their
+        sum is the time from Admit to the first token."""
         end = self.first_token or self.computed or self.arrived
         if self.received is not None:
             times = self.received.times
@@ -169,7 +175,7 @@ class ServedAttempt:
         )
 
     def end_span(self, error: str, now: float) -> None:
-        """End the span; `error`: why the attempt did not finish."""
+        """End the trace span of the attempt. `error`: why the attempt did not finish, or empty."""
         if not self.span.recorded:
             return
         if self.received is not None:
@@ -202,8 +208,8 @@ class ServedAttempt:
         self.span = NO_SPAN  # a span ends once
 
     def finished(self, cached_tokens: int) -> pb.Finished:
-        """Return the Finished event. `cached_tokens` is used only if no KV was received for the
-        attempt."""
+        """Return the event Finished of the attempt. `cached_tokens`: the engine's number of cached
+        prompt tokens, used only if no KV was received for the attempt."""
         if self.received is not None:
             cached_tokens = self.received.cached_tokens
         return pb.Finished(
@@ -218,7 +224,7 @@ class ServedAttempt:
         )
 
     def log_line(self, finished: pb.Finished) -> str:
-        """Return sizes and phases of the attempt as text for the log."""
+        """Return the token counts and the phases of the attempt as one line of text for the log."""
         phases = finished.phases
         prefill = (
             f"remote prefill over {finished.transport}" if finished.remote else "local prefill"

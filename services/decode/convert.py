@@ -1,4 +1,4 @@
-"""Converts requests and events between protos and the engine's types."""
+"""Converts requests and events between protobuf messages and the engine's types."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,8 +28,9 @@ SCORES_PER_MESSAGE = 512  # each has at most 20 candidates of about 8 bytes
 
 
 def to_request(key: str, start: pb.Start, prompt_ids: Sequence[int]) -> Request:
-    """Convert a Start. Raises ServiceError(INVALID_ARGUMENT) if `n` exceeds MAX_CHOICES, or if
-    `choices` is neither empty nor has one state per choice; the engine checks other ranges."""
+    """Convert a Start message to a request of the engine. Raises ServiceError(INVALID_ARGUMENT) if
+    `n` exceeds MAX_CHOICES, or if `choices` is neither empty nor has n states; the engine checks
+    the ranges of other fields."""
     params = to_params(start.params)
     if len(start.choices) not in (0, params.n) or params.n > MAX_CHOICES:
         text = f"n must be at most {MAX_CHOICES}, and choices must be empty or have n entries"
@@ -49,7 +50,8 @@ def to_request(key: str, start: pb.Start, prompt_ids: Sequence[int]) -> Request:
 
 
 def to_params(params: pb.SamplingParams) -> SamplingParams:
-    """Convert params by field name; absent fields take SamplingParams' defaults."""
+    """Convert sampling parameters from a protobuf message, field by field; absent fields take the
+    defaults of SamplingParams."""
     arguments: dict[str, Any] = {field.name: value for field, value in params.ListFields()}
     if params.logit_bias:
         arguments["logit_bias"] = dict(params.logit_bias)
@@ -85,7 +87,8 @@ def to_tokens(request: str, attempt: bytes, epoch: int, event: NewTokens) -> pb.
 def to_prompt_logprobs(
     request: str, attempt: bytes, logprobs: Sequence[TokenLogprob]
 ) -> Iterator[pb.PromptLogprobs]:
-    """Yield the log-probabilities of the prompt's tokens from the second on, in parts."""
+    """Yield messages with the log-probabilities of the prompt's tokens from the second token on, at
+    most SCORES_PER_MESSAGE in each message."""
     for start in range(0, len(logprobs), SCORES_PER_MESSAGE):
         yield pb.PromptLogprobs(
             request=request,

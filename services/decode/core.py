@@ -1,9 +1,10 @@
-"""The decode service's attempts, from Admit to their one terminal event.
+"""The attempts that a decode worker serves, from Admit to their one terminal event.
 
-Everything runs on the loop; DecodeRuntime posts to the engine thread, which responds through
-call_soon_threadsafe. An attempt is removed here before its terminal event is put, or without an
-event if a router cancelled it; later engine events of the attempt are ignored. Its lease decides
-which session owns it and what happens when that session is lost (services/decode/leases.py).
+Everything runs on the event loop. DecodeRuntime posts commands to the engine thread, which responds
+through call_soon_threadsafe. An attempt is removed from this module before its terminal event is
+put into the router's outbox, or without an event if a router cancelled it; later engine events
+about it are ignored. The attempt's lease decides which router session owns it and what happens when
+that session is lost (services/decode/leases.py).
 """
 
 import asyncio
@@ -55,7 +56,7 @@ DECLINED = ("busy", "place_again")  # events after which the router places the r
 
 
 class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
-    """All attempts of one decode process."""
+    """All attempts that one decode process serves, and the routers' commands about them."""
 
     def __init__(self, tracer: Tracer = NO_TRACER) -> None:
         super().__init__(lambda: TokensOutbox(wire.DecodeEvent))
@@ -66,7 +67,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
 
     @property
     def num_served(self) -> int:
-        """The number of attempts that have not ended."""
+        """Number of attempts that this worker serves and that have not ended."""
         return len(self._served)
 
     # Sessions and commands of routers
@@ -76,15 +77,16 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         session.outbox.reads_rows = hello.reads_rows
 
     def _session_lost(self, session: DecodeSession) -> None:
-        """The session's attempts wait for another session."""
+        """Let the attempts of a lost router session wait until another session resumes them."""
         self.leases.session_lost(session, self._served.values())
 
     def admit(self, session: DecodeSession, admit: wire.Admit, prompt_ids: Sequence[int]) -> None:
-        """Start an attempt; sends Admitted, Busy or Failed, now or later."""
+        """Start an attempt. Sends the router Admitted, Busy or Failed, at once or when the engine
+        has responded."""
         runtime, start = self._runtime, admit.start
         try:
             if runtime is None or self._draining:
-                raise ServiceError(pb.UNAVAILABLE, "the worker does not accept new work")
+                raise ServiceError(pb.UNAVAILABLE, "the decode worker does not accept new requests")
             if len(admit.attempt) != ID_BYTES or admit.attempt in self._served:
                 text = f"the attempt id must be new and have {ID_BYTES} bytes"
                 raise ServiceError(pb.INVALID_ARGUMENT, text, "attempt")
@@ -127,15 +129,15 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         when_done(future, partial(self._admitted, served))
 
     def refuse(self, session: DecodeSession, admit: wire.Admit, error: ServiceError) -> None:
-        """Send Failed for an Admit that does not start an attempt."""
+        """Send the router Failed for an Admit that does not start an attempt."""
         failed = _failed(admit.start.request, admit.attempt, admit.start.epoch, error)
         session.outbox.put(wire.DecodeEvent(failed=failed))
 
     def cancel(self, session: DecodeSession, attempt: bytes, choices: Sequence[int]) -> None:
-        """End the attempt without an event, or only some choices, which finish as ABORTED.
+        """End an attempt without an event, or only some of its choices, which finish as ABORTED.
 
-        The cancel is only counted if another session owns the attempt; a parked attempt has no
-        owner.
+        If another session owns the attempt, the cancel is counted and otherwise ignored. Any
+        session may cancel a parked attempt, because no session owns it.
         """
         served = self._served.get(attempt)
         if served is None or self._runtime is None:
@@ -151,14 +153,15 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         self._runtime.cancel(attempt, choices)
 
     def resume(self, session: DecodeSession, resume: wire.Resume) -> None:
-        """Resume an attempt; sends Resumed and the events that the router lacks, or Gone."""
+        """Give an attempt to the session that sent Resume. Sends Resumed and the events that the
+        router lacks, or Gone if the attempt cannot be resumed."""
         if self._runtime is not None:
             self._runtime.unfreeze(resume.attempt)  # a migration's session no longer owns it
         self.leases.resume(session, resume, self._served.get(resume.attempt))
 
     def freeze(self, session: DecodeSession, attempt: bytes) -> None:
         """Stop an attempt's steps before a migration. Sends Held after the events of all tokens
-        that it has generated, or Stayed."""
+        that the attempt has generated, or Stayed if it cannot migrate."""
         served = self._owned(session, attempt)
         if served is None or self._runtime is None:
             session.outbox.put(_stayed(attempt, "the attempt does not run on this worker"))
@@ -178,7 +181,8 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         when_done(self._runtime.freeze(attempt), frozen)
 
     def migrate(self, session: DecodeSession, move: wire.Move) -> None:
-        """Send a frozen attempt's KV; sends Moved or Stayed when the hand-off is over."""
+        """Send a frozen attempt's KV to the decode worker that the command `move` names. Sends
+        Moved or Stayed when the hand-off is over."""
         runtime, ticket = self._runtime, move.ticket
         sizes = (len(move.to), len(ticket.id), len(ticket.decode_boot), len(ticket.secret))
         if sizes != (ID_BYTES, ID_BYTES, ID_BYTES, SECRET_BYTES):
@@ -199,12 +203,13 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         when_done(runtime.migrate(move.attempt, target, ticket.data_address, identity), began)
 
     def unfreeze(self, session: DecodeSession, attempt: bytes) -> None:
-        """Let a frozen attempt continue here; sends no event."""
+        """Let a frozen attempt continue on this worker; sends no event."""
         if self._owned(session, attempt) is not None and self._runtime is not None:
             self._runtime.unfreeze(attempt)
 
     def _owned(self, session: DecodeSession, attempt: bytes) -> ServedAttempt | None:
-        """Return a live attempt if the session owns it."""
+        """Return the attempt with this id if it has not ended and the session owns it, otherwise
+        None."""
         served = self._served.get(attempt)
         return served if served is not None and served.session is session else None
 
@@ -239,7 +244,8 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             served.session.outbox.put(wire.DecodeEvent(verified=verified))
 
     def on_attached(self, attempt: bytes) -> None:
-        """The KV that the attempt waited for has arrived, and the engine has the request."""
+        """Send Attached: the KV of another attempt, for which this attempt waited, has arrived, and
+        the engine has the request."""
         served = self._served.get(attempt)
         if served is not None:
             served.follows = False
@@ -247,8 +253,9 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             served.session.outbox.put(wire.DecodeEvent(attached=attached))
 
     def on_place_again(self, attempt: bytes, tokens: int, reason: str) -> None:
-        """The attempt cannot share the KV that it waited for, or the rest of its prompt is long
-        enough for a prefill worker. It holds no blocks."""
+        """End an attempt with PlaceAgain: it cannot share the KV of another attempt for which it
+        waited, or the rest of its prompt is long enough for a prefill worker. It holds no
+        blocks."""
         served = self._served.get(attempt)
         if served is not None:
             place_again = wire.PlaceAgain(attempt=attempt, tokens=tokens, reason=reason)
@@ -258,12 +265,17 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         served = self._served.get(attempt)
         if served is None:
             return
-        log.info("the KV hand-off was lost: %s", reason, extra={"request": served.name})
+        log.info(
+            "the KV hand-off to this worker was lost, so the router retries the request: %s",
+            reason,
+            extra={"request": served.name},
+        )
         handoff_lost = wire.HandoffLost(attempt=attempt, reason=reason)
         self._end(served, wire.DecodeEvent(handoff_lost=handoff_lost))
 
     def on_migration_ended(self, attempt: bytes, sent: Sent) -> None:
-        """The hand-off of a migration is over: the request continues here or at the target."""
+        """Process the end of a migration's hand-off: send Moved if the target has the request, or
+        Stayed if the request continues here."""
         served = self._served.get(attempt)
         if served is None:
             return
@@ -316,12 +328,16 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             case RequestFailed(_, message, param) if param:
                 self._fail(served, ServiceError(pb.INVALID_ARGUMENT, message, param))
             case RequestFailed(_, message):
-                log.error("the engine failed: %s", message, extra={"request": served.name})
+                log.error(
+                    "the engine failed, so the request ends with an internal error: %s",
+                    message,
+                    extra={"request": served.name},
+                )
                 text = "the model failed while it processed the request"
                 self._fail(served, ServiceError(pb.INTERNAL, text))
 
     def _admitted(self, served: ServedAttempt, future: "Future[Any]") -> None:
-        """Handle the engine's response to an Admit."""
+        """Process the engine's response to an Admit: send the router Admitted, Busy or Failed."""
         if self._served.get(served.attempt) is not served:
             return  # cancelled meanwhile; the engine cancels it after the admission
         try:
@@ -412,7 +428,8 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         served.session.outbox.put(event)
 
     def _forget(self, served: ServedAttempt, error: str) -> None:
-        """Remove an attempt; `error`: why it did not finish here."""
+        """Remove an attempt, and end its timers and its trace span. `error`: why it did not finish
+        on this worker, or empty."""
         served.stop_timers()
         served.end_span(error, time.monotonic())
         self._served.pop(served.attempt, None)

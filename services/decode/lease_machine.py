@@ -1,4 +1,5 @@
-"""The router session that owns a served request, and how long it outlives a lost session; pure.
+"""State machine of a lease: which router session owns a served request, and how long the request
+outlives a lost session; pure.
 
     state                event                                     next state
     OWNED(epoch)         SessionLost of its epoch                  PARKED(epoch, until)
@@ -14,9 +15,9 @@
 
 A lost session does not cancel a request: a parked request keeps its blocks but gets no steps, and a
 hand-off to it continues. A KEPT request has ended and has no blocks, but its last events may not
-have arrived. If several routers send Resume, the highest epoch gets the request: a Resume with a
-lower or equal epoch is counted and otherwise ignored. The response to a Resume at `until` or later
-is Gone, whether or not a LeaseTick came first.
+have arrived at a router. If several routers send Resume, the highest epoch gets the request: a
+Resume with a lower or equal epoch is counted and otherwise ignored. The response to a Resume at
+`until` or later is Gone, whether or not a LeaseTick came first.
 
 Invariant: a lease leaves OWNED and PARKED once, by exactly one of AttemptEnded, BlocksEvicted (the
 sender of either has freed the blocks) and the action GIVE_UP, which frees them.
@@ -37,7 +38,8 @@ class LeasePhase(Enum):
 
 
 class LeaseAction(Enum):
-    """An action that the decode service carries out after a step, in the order given."""
+    """An action of the decode worker on an attempt. A step of the attempt's lease returns actions,
+    which Leases (leases.py) carries out in the order given."""
 
     PARK = "park"  # the engine stops its steps
     UNPARK = "unpark"
@@ -53,33 +55,34 @@ class LeaseAction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SessionLost:
-    """The session that owned the attempt under `epoch` ended; an older epoch changes nothing."""
+    """Event: the router session that owned the attempt under `epoch` has ended. Changes nothing if
+    another session with a higher epoch owns the attempt now."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A session sent Resume for the attempt."""
+    """Event: a router session has sent Resume for the attempt, with this epoch."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTick:
-    """Time has passed."""
+    """Event: time has passed, so the lease may have expired."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksEvicted:
-    """Other requests needed the attempt's blocks, so it is over. A kept attempt has only its memory
-    to give up."""
+    """Event: the attempt's blocks were needed for other requests, so the attempt is over. For a
+    kept attempt, which has no blocks, the event drops its last events to free memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnded:
-    """The attempt is over and its blocks are free. `keep`: a router still waits for its last
-    events."""
+    """Event: the attempt is over and its blocks are free. `keep`: whether to keep its last events
+    for a router that may not have received them."""
 
     keep: bool = False
 
@@ -92,7 +95,7 @@ FINAL = (LeasePhase.GIVEN_UP, LeasePhase.ENDED)
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Who owns an attempt, and until when it may be without an owner."""
+    """Which session epoch owns an attempt, and until when the attempt may be without an owner."""
 
     epoch: int
     phase: LeasePhase = LeasePhase.OWNED
@@ -104,12 +107,13 @@ class Lease:
 
     @property
     def live(self) -> bool:
-        """Whether the engine or a hand-off still has the attempt."""
+        """Whether the attempt has not ended: the engine or a hand-off still has it."""
         return self.phase in (LeasePhase.OWNED, LeasePhase.PARKED)
 
 
 def step(lease: Lease, event: Event, now: float) -> tuple[Lease, Actions]:
-    """Return the next state and the actions. Accepts any event in any state."""
+    """Apply an event to a lease. Returns the next state of the lease and the actions to carry out.
+    Accepts any event in any state."""
     expired: Actions = ()
     if now >= lease.until and not lease.final:
         lease, expired = _expire(lease)

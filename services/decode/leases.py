@@ -1,9 +1,9 @@
-"""Carries out the actions of all attempts' leases (lease_machine.py): stops attempts whose session
+"""Carries out the actions of all attempts' leases (lease_machine.py): parks attempts whose session
 is lost, gives them to another session, or aborts them.
 
-Everything runs on the loop. The core keeps the live attempts. An attempt that ended with an event
-that a router must not miss is kept here until its lease ends, so that another router can still
-fetch that event.
+Everything runs on the event loop. DecodeCore keeps the attempts that have not ended. An attempt
+that ended with an event that a router must not miss (Finished or Failed) is kept here until its
+lease ends, so that another router can still receive that event.
 """
 
 import asyncio
@@ -36,7 +36,8 @@ TICK_SLACK_S = 0.005  # a loop's timer may be early by its clock's resolution
 
 @dataclass(slots=True)
 class LeaseFigures:
-    """Counters of leases. The loop writes them; any thread may read them."""
+    """Counters of leases: parked, resumed, expired and evicted attempts, and stale messages. The
+    event loop writes them; any thread may read them."""
 
     parked: int = 0
     adopted: int = 0
@@ -46,8 +47,9 @@ class LeaseFigures:
 
 
 class Leases:
-    """The leases of one decode process. `park` stops an attempt's steps or lets them continue;
-    `give_up` ends an attempt in the engine and sends no event to a router."""
+    """The leases of all attempts of one decode process. The callback `park` stops an attempt's
+    steps or lets them continue; `give_up` ends an attempt in the engine and sends no event to a
+    router."""
 
     def __init__(
         self,
@@ -61,7 +63,8 @@ class Leases:
         self._kept_weight = 0
 
     def session_lost(self, session: DecodeSession, live: Iterable[ServedAttempt]) -> None:
-        """The session's attempts wait for another session."""
+        """Park the attempts of a lost router session until another session resumes them, and keep
+        the last events of its ended ones longer. `live`: the attempts that have not ended."""
         for served in [*live, *self._kept.values()]:
             if served.resume is not None and served.resume[0] is session:
                 served.resume = None
@@ -71,8 +74,9 @@ class Leases:
     def resume(
         self, session: DecodeSession, resume: wire.Resume, live: ServedAttempt | None
     ) -> None:
-        """Send Resumed and all events after the counts, or Gone. If the engine has not admitted the
-        attempt yet, the response follows the admission."""
+        """Respond to Resume: send Resumed and all events after the counts of ids, or Gone if the
+        attempt is unknown or its output cannot be repeated. If the engine has not admitted the
+        attempt yet, the response follows the admission. `live`: the attempt if it has not ended."""
         served = live or self._kept.get(resume.attempt)
         if served is not None and not served.admitted:
             if served.resume is not None:
@@ -85,15 +89,16 @@ class Leases:
             self._advance(served, Resumed(resume.epoch), session, resume.counts)
 
     def admitted(self, served: ServedAttempt) -> None:
-        """The engine has admitted the attempt: respond to a Resume that came before."""
+        """Record that the engine has admitted the attempt, and respond to a Resume that came
+        before."""
         served.admitted = True
         if served.resume is not None:
             (session, resume), served.resume = served.resume, None
             self.resume(session, resume, served)
 
     def ended(self, served: ServedAttempt, last: wire.DecodeEvent | None) -> None:
-        """The attempt has ended and its blocks are free; `last` is an event that a router must not
-        miss."""
+        """Record that an attempt has ended and its blocks are free. `last`: its last event if a
+        router must not miss it; the event is then kept for other sessions."""
         served.last = last
         self._advance(served, AttemptEnded(keep=last is not None))
         if served.lease.phase is LeasePhase.KEPT:
@@ -103,16 +108,17 @@ class Leases:
                 self._advance(next(iter(self._kept.values())), BlocksEvicted())
 
     def cancelled(self, served: ServedAttempt) -> None:
-        """The attempt has ended, and no router waits for its last event."""
+        """Record that an attempt has ended and that no router waits for its last event."""
         self._advance(served, AttemptEnded())
 
     def forget_kept(self, attempt: bytes) -> None:
-        """Drop an ended attempt whose last event is not needed any more."""
+        """Drop an ended attempt that was kept, because no router needs its last event any more."""
         if attempt in self._kept:
             self.cancelled(self._kept[attempt])
 
     def evicted(self, served: ServedAttempt) -> None:
-        """The engine has evicted the attempt's blocks for other requests."""
+        """Record that the engine has evicted the attempt's blocks for other requests, which ends
+        the attempt."""
         self._advance(served, BlocksEvicted())
 
     # ---

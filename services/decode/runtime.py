@@ -1,6 +1,6 @@
-"""Decode's engine thread, its Receiver, and its Sender for migrating requests.
+"""The decode worker's engine thread, with its Receiver of KV and its Sender for migrating requests.
 
-The engine thread owns them; other threads post to it.
+The engine thread owns the engine, the Receiver and the Sender; other threads post work to it.
 """
 
 import time
@@ -38,7 +38,7 @@ MIGRATION_S = 2.0  # longest pause of a stream by a hand-off; then the request c
 
 
 class OutgoingMigrations:
-    """Migrations of requests to other decode workers; runs on the engine thread.
+    """Migrations of requests from this decode worker to others; runs on the engine thread.
 
         running --freeze--> frozen --send--> sent --Complete of the other side--> gone
            ^                   |               |
@@ -49,7 +49,7 @@ class OutgoingMigrations:
     only if the hand-off ends without Complete. If only the Complete message is lost, both workers
     may compute the same tokens, and the router takes those of one attempt.
 
-    Calls `on_ended(attempt, sent)` for every hand-off that `unfreeze` did not end.
+    Calls `on_ended(attempt, sent)` at the end of every hand-off that `unfreeze` did not end.
     """
 
     def __init__(
@@ -65,15 +65,17 @@ class OutgoingMigrations:
         self._sources: dict[bytes, bytes] = {}  # attempt at the other worker -> attempt here
 
     def freeze(self, attempt: bytes) -> Frozen | None:
-        """Stop the request's steps; None if it cannot migrate now."""
+        """Stop the request's steps before a migration. Returns None if the request cannot migrate
+        now."""
         held = self._engine.freeze(attempt.hex())
         if held is not None:
             self._frozen[attempt] = held
         return held
 
     def send(self, attempt: bytes, ticket: Ticket, address: str, receiver: bytes) -> bool:
-        """Hand a frozen request over under a ticket of the worker at `address`; False if it is not
-        frozen. `receiver`: digest of that worker's KV identity."""
+        """Send a frozen request's KV to the decode worker at `address`, under that worker's ticket.
+        Returns False if the request is not frozen. `receiver`: digest of that worker's KV
+        identity."""
         held = self._frozen.get(attempt)
         if held is None or attempt in self._sent:
             return False
@@ -83,7 +85,8 @@ class OutgoingMigrations:
         return True
 
     def unfreeze(self, attempt: bytes) -> bool:
-        """Let a frozen request continue here; False if it was not frozen."""
+        """Let a frozen request continue on this worker, and cancel its hand-off. Returns False if
+        the request was not frozen."""
         if self._frozen.pop(attempt, None) is None:
             return False
         target_attempt = self._sent.pop(attempt, None)
@@ -95,7 +98,8 @@ class OutgoingMigrations:
         return True
 
     def ended(self, sent: Sent) -> None:
-        """Handle the end of one of the sender's hand-offs."""
+        """Process the end of one of the Sender's hand-offs: the request continues here if it
+        failed, and is gone otherwise."""
         attempt = self._sources.pop(sent.attempt, None)
         if attempt is None:
             return
@@ -110,7 +114,7 @@ class OutgoingMigrations:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCallbacks:
-    """Callbacks of the engine thread; none may block."""
+    """Callbacks that a decode worker's engine thread calls; none may block."""
 
     on_step: Callable[[Step, float], None]  # with the time
     on_received: Callable[[Received], None]  # all KV of an attempt is here
@@ -123,15 +127,16 @@ class DecodeCallbacks:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionReply:
-    """What an admitted attempt waits for. Neither field is set if decode computes the prompt
-    itself."""
+    """The engine thread's reply to an Admit: what the admitted attempt waits for. Neither field is
+    set if decode computes the prompt itself."""
 
     ticket: Ticket | None = None  # for the prefill worker that sends its KV
     follows: bool = False  # waits for the KV of another attempt with a common prefix
 
 
 class DecodeRuntime(WorkerRuntime):
-    """Receives KV, generates tokens, and sends the KV of migrating requests."""
+    """The engine of a decode worker and its hand-offs: receives KV, generates tokens, and sends the
+    KV of migrating requests."""
 
     role = fleet_pb2.DECODE
 
@@ -184,8 +189,8 @@ class DecodeRuntime(WorkerRuntime):
 
     @property
     def promised_tokens(self) -> int:
-        """Tokens of KV that the receiver has promised room for. Any thread may read it; it may be
-        slightly out of date."""
+        """Number of tokens of KV for which the Receiver has promised room. Any thread may read it;
+        it may be slightly out of date."""
         return self.receiver.promised_tokens
 
     # Posted by the loop
@@ -193,8 +198,9 @@ class DecodeRuntime(WorkerRuntime):
     def admit_local(
         self, attempt: bytes, request: Request, sharing: SharingPolicy
     ) -> "Future[AdmissionReply | None]":
-        """Queue the prompt in the engine, at once or when the KV that the attempt waits for has
-        arrived. The future raises the engine's errors."""
+        """Admit an attempt whose prompt decode computes: queue the prompt in the engine, at once or
+        when KV of another attempt that it waits for has arrived. The future returns the
+        AdmissionReply, or raises the engine's errors."""
         chain = self.engine.chain(request)
 
         def admit(engine: Engine) -> AdmissionReply | None:
@@ -215,9 +221,9 @@ class DecodeRuntime(WorkerRuntime):
         deadline: float,
         sharing: SharingPolicy,
     ) -> "Future[AdmissionReply | None]":
-        """Promise room for KV from a prefill worker, with a ticket, unless the attempt waits for
-        another attempt's KV. The future returns None if there is no room, and raises the engine's
-        errors."""
+        """Admit an attempt whose KV a prefill worker sends: promise room for the KV with a ticket,
+        unless the attempt waits for another attempt's KV. The future returns the AdmissionReply or,
+        if there is no room, None; it raises the engine's errors."""
         chain = self.engine.chain(request)
 
         def admit(engine: Engine) -> AdmissionReply | None:
@@ -237,7 +243,7 @@ class DecodeRuntime(WorkerRuntime):
         return self.thread.post(admit)
 
     def cancel(self, attempt: bytes, choices: Sequence[int] = ()) -> None:
-        """End an attempt, or some of its choices, in any state; then its blocks are free."""
+        """End an attempt, or only some of its choices, in any state, and free the blocks."""
 
         def cancel(engine: Engine) -> None:
             self.migrations.unfreeze(attempt)
@@ -253,7 +259,8 @@ class DecodeRuntime(WorkerRuntime):
         self.thread.post(cancel)
 
     def park(self, attempt: bytes, parked: bool) -> None:
-        """Stop the attempt's steps, or let them continue; a hand-off continues either way."""
+        """Stop the attempt's steps (`parked`), or let them continue. The reception of its KV
+        continues in either case; its migration to another worker ends."""
 
         def park(engine: Engine) -> None:
             self.migrations.unfreeze(attempt)
@@ -265,8 +272,8 @@ class DecodeRuntime(WorkerRuntime):
         self.thread.post(park)
 
     def is_waiting(self, attempt: bytes) -> "Future[Any]":
-        """Return a future: whether nothing of the attempt's KV has been computed or reserved
-        yet."""
+        """Return a future that says whether the attempt still waits: none of its KV has been
+        computed, and no room has been reserved for it."""
 
         def look(_: Engine) -> bool:
             first = self.single_flight.first(attempt)
@@ -277,18 +284,19 @@ class DecodeRuntime(WorkerRuntime):
     def freeze(self, attempt: bytes) -> "Future[Any]":
         """Stop the steps of a request before a migration.
 
-        The future returns the engine's Frozen, or None if the request cannot migrate.
+        The future returns the engine's Frozen, or None if the request cannot migrate now.
         """
         return self.thread.post(lambda _: self.migrations.freeze(attempt))
 
     def migrate(
         self, attempt: bytes, ticket: Ticket, address: str, receiver: bytes
     ) -> "Future[Any]":
-        """Send a frozen request's KV. The future returns False if the request is not frozen."""
+        """Send a frozen request's KV to the decode worker at `address`. The future returns False if
+        the request is not frozen."""
         return self.thread.post(lambda _: self.migrations.send(attempt, ticket, address, receiver))
 
     def unfreeze(self, attempt: bytes) -> None:
-        """Let a frozen or migrating request continue here."""
+        """Let a frozen or migrating request continue on this worker."""
         self.thread.post(lambda _: self.migrations.unfreeze(attempt))
 
     # On the engine thread

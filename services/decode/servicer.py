@@ -1,4 +1,4 @@
-"""The decode process: its gRPC service, and how its parts are built."""
+"""The decode process: its gRPC service, and the construction of its parts."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeServicer(worker_pb2_grpc.DecodeServicer):
-    """The Decode service: one session for each router, which carries all its requests."""
+    """The Decode gRPC service: each router has one session, which carries all its requests."""
 
     def __init__(self, core: DecodeCore) -> None:
         self._core = core
@@ -60,11 +60,14 @@ class DecodeServicer(worker_pb2_grpc.DecodeServicer):
             case "stay":
                 self._core.unfreeze(session, command.stay.attempt)
             case _:
-                log.warning("ignored a command of a router that this version does not know")
+                log.warning(
+                    "the decode worker ignored a router's command that its version does not know"
+                )
 
 
 class DecodeRole(WorkerRole[DecodeSettings, DecodeCore, DecodeRuntime]):
-    """The parts of a decode process."""
+    """The parts of a decode process that differ from a prefill process: service, core and
+    runtime."""
 
     service = "pdserve.v1.Decode"
 
@@ -93,8 +96,8 @@ class DecodeRole(WorkerRole[DecodeSettings, DecodeCore, DecodeRuntime]):
 
 
 def run(settings: DecodeSettings, engine: EngineConfig, report: Report = silent) -> int:
-    """Run a decode process until a signal. Returns the exit code; raises what `run_worker`
-    raises."""
+    """Run a decode process until a signal. Returns the exit code, and raises the errors of
+    `run_worker`."""
     return run_worker(
         settings, lambda tracer: DecodeRole(settings, engine, tracer), "decode", report
     )

@@ -1,5 +1,5 @@
-"""Lets requests wait for KV that is being computed or received for others; runs on the engine
-thread.
+"""Lets a request wait for KV that is being computed or received for another request with the same
+beginning; runs on the engine thread.
 
 This is single flight: of prompts with a common prefix, one is computed and the others share it.
 
@@ -57,7 +57,8 @@ class _Leader:
 
     @property
     def stuck(self) -> bool:
-        """Whether the leader's KV does not grow at present."""
+        """Whether the leader's KV does not grow at present, because the leader has ended or is
+        parked in the engine."""
         return self.over or (self.parked and self.in_engine)
 
 
@@ -70,7 +71,8 @@ class _Follower:
 
 @dataclass(frozen=True, slots=True)
 class SharedBlocks:
-    """The beginning of a prompt's chain that a leader's chain also has."""
+    """The first blocks of a prompt that a leader's prompt also has, so that the KV can be shared. A
+    leader is an attempt whose prompt's KV is being computed or received."""
 
     leader: str  # the leader's key
     blocks: int  # length of the prefix, including blocks that have arrived
@@ -78,14 +80,16 @@ class SharedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class EndedWaits:
-    """Followers whose wait has ended, in order of arrival."""
+    """Keys of the followers whose wait for a leader's KV has ended, in order of arrival: `ready`
+    ones may run, `lost` ones did not get the KV."""
 
     ready: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
 
 class PromisedPrefixes:
-    """The leaders and followers of one decode worker, by their keys."""
+    """The leaders of one decode worker, whose prompts' KV is being computed or received, and the
+    followers, which wait for it; by their keys."""
 
     def __init__(self) -> None:
         self._leaders: dict[str, _Leader] = {}  # including followers
@@ -99,21 +103,21 @@ class PromisedPrefixes:
 
     @property
     def num_leaders(self) -> int:
-        """Attempts whose prefixes are on their way, including followers."""
+        """Number of attempts whose prompts' KV is not complete yet, including followers."""
         return len(self._leaders)
 
     @property
     def changed(self) -> bool:
-        """Whether `take` may have followers to return."""
+        """Whether leaders have changed since the last `take`, so that it may return followers."""
         return self._changed and bool(self._followers)
 
     def find(
         self, chain: Sequence[bytes], num_cached: int, priority: int = 0
     ) -> SharedBlocks | None:
-        """Return the longest prefix of a chain that a leader is computing or receiving; None if it
-        is no longer than the first `num_cached` blocks, which are cached. Leaders with a higher
-        priority value than `priority` are excluded, since other requests may overtake them for
-        long."""
+        """Return the longest beginning of a prompt's block chain whose KV a leader is computing or
+        receiving; None if it is not longer than the first `num_cached` blocks, which are cached.
+        Leaders with a higher priority value than `priority` are excluded, since other requests may
+        overtake them for long."""
         best: SharedBlocks | None = None
         for index in range(num_cached, len(chain)):
             promisers = self._promised.get(chain[index], ())
@@ -126,7 +130,8 @@ class PromisedPrefixes:
         return best
 
     def lead(self, key: str, chain: Sequence[bytes], in_engine: bool, priority: int = 0) -> None:
-        """Add a leader for a chain. `in_engine`: decode's own engine computes it."""
+        """Add a leader: an attempt whose prompt has this block chain, and whose KV others may wait
+        for. `in_engine`: whether decode's own engine computes the KV."""
         leader = self._leaders[key] = _Leader(key, chain, priority, in_engine=in_engine)
         for link in chain:
             self._promised.setdefault(link, {})[leader] = None
@@ -134,43 +139,45 @@ class PromisedPrefixes:
     def follow(
         self, key: str, chain: Sequence[bytes], shared: SharedBlocks, priority: int = 0
     ) -> None:
-        """Add a follower, which waits for the shared blocks and is a leader for the rest of its
-        chain."""
+        """Add a follower: an attempt that waits for the blocks that it shares with a leader, and is
+        itself a leader for the rest of its block chain."""
         leader = self._leaders[shared.leader]
         self.lead(key, chain, in_engine=False, priority=priority)
         self._followers[key] = _Follower(self._leaders[key], leader, shared.blocks)
 
     def leader_of(self, key: str) -> str | None:
-        """Return the leader that a follower waits for; None if `key` is not a follower."""
+        """Return the key of the leader that the follower `key` waits for; None if `key` is not a
+        follower."""
         follower = self._followers.get(key)
         return None if follower is None else follower.leader.key
 
     def is_queued(self, key: str) -> bool:
-        """Whether `key` is a leader in the engine's queue."""
+        """Return whether `key` is a leader that waits in the engine's queue."""
         leader = self._leaders.get(key)
         return leader is not None and leader.in_engine and not leader.begun
 
     def begun(self, key: str) -> None:
-        """Record that the engine has picked a leader from its queue."""
+        """Record that the engine has picked a leader from its queue and computes it; no effect if
+        `key` is not a leader."""
         if (leader := self._leaders.get(key)) is not None:
             leader.begun = True
 
     def arrived(self, key: str, blocks: int, in_engine: bool = False) -> None:
-        """Record that a leader's first blocks are in the prefix cache; `in_engine`: the engine has
-        the leader now."""
+        """Record that the first `blocks` blocks of a leader are in the prefix cache. `in_engine`:
+        whether the engine has the leader now."""
         if (leader := self._leaders.get(key)) is not None:
             leader.arrived = max(leader.arrived, blocks)
             leader.in_engine |= in_engine
             self._changed = True
 
     def park(self, key: str, parked: bool) -> None:
-        """Record that the attempt's steps have stopped, or continue."""
+        """Record that the steps of a leader or follower have stopped (`parked`) or continue."""
         if (leader := self._leaders.get(key)) is not None:
             leader.parked = parked
             self._changed = True
 
     def over(self, key: str) -> None:
-        """Remove an attempt whose KV is complete, lost or cancelled."""
+        """Remove a leader or follower whose KV is complete, lost or cancelled."""
         leader = self._leaders.pop(key, None)
         if leader is None:
             return
@@ -183,9 +190,10 @@ class PromisedPrefixes:
                 del self._promised[link]
 
     def take(self) -> EndedWaits:
-        """Return the followers whose wait has ended. Ready ones can go to the engine; each remains
-        a leader (other requests may wait for it) of the blocks that the engine then computes for
-        it. Lost ones are removed."""
+        """Return the followers whose wait has ended. Followers that are ready can go to the engine;
+        each remains a leader of the blocks that the engine then computes for it, so that other
+        requests may wait for them. Followers whose leader ended too early are lost and are
+        removed."""
         ended = EndedWaits()
         self._changed = False
         for key, follower in list(self._followers.items()):
@@ -205,7 +213,8 @@ class PromisedPrefixes:
 
 @dataclass(slots=True)
 class SingleFlightStats:
-    """Counters since the start."""
+    """Counters of followers since the start: attached ones, whose KV arrived, and ones that the
+    router must place again."""
 
     attached: int = 0
     placed_again: int = 0
@@ -213,7 +222,8 @@ class SingleFlightStats:
 
 @dataclass(frozen=True, slots=True)
 class SharingPolicy:
-    """Whether an attempt may share the KV of other attempts, according to its Admit."""
+    """Whether an attempt may wait for the KV of other attempts, and others for its KV, according to
+    its Admit."""
 
     min_tokens: int = 0  # missing tokens worth a wait or a hand-off; 0: do not wait
     local: bool = True  # if it does not wait, decode computes the prompt itself
@@ -230,10 +240,11 @@ class _Waiting:
 
 
 class SingleFlight:
-    """The attempts of one decode worker that wait for the KV of others.
+    """The attempts of one decode worker that wait for KV of other attempts (followers).
 
-    `poll` calls `attached(attempt)` when a follower is in the engine, and `place_again(attempt,
-    cached tokens, reason)` when it cannot continue here.
+    `poll` calls `attached(attempt)` when a follower's KV has arrived and the engine has the
+    follower, and `place_again(attempt, cached tokens, reason)` when the follower cannot continue
+    here.
     """
 
     def __init__(
@@ -261,14 +272,17 @@ class SingleFlight:
         return self._prefixes.num_leaders
 
     def follows(self, request: Request, chain: Sequence[bytes], sharing: SharingPolicy) -> bool:
-        """Let the request wait for another's KV if that saves enough. Returns whether it waits;
-        raises what Engine.submit raises."""
+        """Let the request wait for another attempt's KV if that saves enough tokens. Returns
+        whether the request waits; raises the errors of Engine.submit."""
         shared = self._shared_blocks(request, chain, sharing)
         if shared is None:
             return False
         self._engine.limits.check(request)
         if len(self._waiting) >= self._engine.limits.max_waiting:
-            raise QueueFull(f"{len(self._waiting)} requests already wait for the KV of others")
+            raise QueueFull(
+                f"{len(self._waiting)} requests already wait for the KV of other requests, and at "
+                f"most {self._engine.limits.max_waiting} may"
+            )
         self._waiting[request.key] = _Waiting(request, chain, sharing)
         self._prefixes.follow(request.key, chain, shared, request.priority)
         attempt, leader = bytes.fromhex(request.key), bytes.fromhex(shared.leader)
@@ -276,23 +290,24 @@ class SingleFlight:
         return True
 
     def leads(self, request: Request, chain: Sequence[bytes], sharing: SharingPolicy) -> None:
-        """Record that the request's KV is being computed or received, so that others may wait for
-        it."""
+        """Record that the request's KV is being computed or received, so that other requests may
+        wait for it."""
         if chain and sharing.leads:
             self._prefixes.lead(request.key, chain, sharing.local, request.priority)
 
     def arrived(self, attempt: bytes, num_tokens: int, in_engine: bool = False) -> None:
-        """Record that KV of the attempt's first tokens is in the prefix cache; `in_engine`: its
-        hand-off is complete."""
+        """Record that the KV of the attempt's first `num_tokens` tokens is in the prefix cache.
+        `in_engine`: whether the hand-off of its KV is complete."""
         self._prefixes.arrived(attempt.hex(), num_tokens // self._size, in_engine)
 
     def over(self, attempt: bytes) -> None:
-        """Record that the attempt's hand-off is lost."""
+        """Record that the hand-off of the attempt's KV is lost, so that no other attempt waits for
+        it."""
         self._prefixes.over(attempt.hex())
 
     def cancel(self, attempt: bytes, choices: Sequence[int]) -> bool:
-        """End a follower, or some of its choices once it is attached; False if it is not a
-        follower."""
+        """End a follower (an attempt that waits for another's KV), or only some of its choices once
+        the engine has it. Returns False if the attempt is not a follower."""
         waiting = self._waiting.get(attempt.hex())
         if waiting is None:
             return False
@@ -303,7 +318,8 @@ class SingleFlight:
         return True
 
     def park(self, attempt: bytes, parked: bool) -> bool:
-        """Stop the attempt's steps, or let them continue; False if it is not a follower."""
+        """Stop the attempt's steps (`parked`), or let them continue. Returns False if the attempt
+        is not a follower, so that the engine or the Receiver must stop it."""
         waiting = self._waiting.get(attempt.hex())
         if waiting is not None:
             waiting.parked = parked
@@ -311,19 +327,21 @@ class SingleFlight:
         return waiting is not None
 
     def first(self, attempt: bytes) -> bytes:
-        """Return the attempt at the head of a chain of followers; the attempt itself if it does not
-        follow."""
+        """Return the attempt for which a follower waits in the end: the head of a chain in which
+        each attempt waits for the next one's KV. Returns the attempt itself if it is not a
+        follower."""
         key = attempt.hex()
         while (leader := self._prefixes.leader_of(key)) is not None:
             key = leader
         return bytes.fromhex(key)
 
     def is_queued(self, attempt: bytes) -> bool:
-        """Whether the attempt is a leader in the engine's queue."""
+        """Return whether the attempt is a leader that waits in the engine's queue."""
         return self._prefixes.is_queued(attempt.hex())
 
     def on_step(self, step: Step) -> bool:
-        """Record what a step of the engine did for leaders. Returns whether `poll` has work."""
+        """Record what a step of the engine computed for leaders, and which of them ended. Returns
+        whether `poll` has work."""
         prefixes = self._prefixes
         for event in step.events:
             match event:
@@ -342,8 +360,8 @@ class SingleFlight:
         return prefixes.changed
 
     def poll(self) -> None:
-        """Submit followers whose KV has arrived, and return lost ones to the router. Called between
-        steps."""
+        """Submit the followers whose KV has arrived to the engine, and return those whose KV is
+        lost to the router. Called between steps."""
         while self._prefixes.changed:
             ended = self._prefixes.take()
             for key in ended.ready:
@@ -354,8 +372,9 @@ class SingleFlight:
     def _shared_blocks(
         self, request: Request, chain: Sequence[bytes], sharing: SharingPolicy
     ) -> SharedBlocks | None:
-        """Return the blocks to wait for, or None. Waiting must save as many tokens as are worth a
-        hand-off, and at least half of the missing ones."""
+        """Return the blocks of a leader for which the request should wait, or None. Waiting must
+        save as many tokens as are worth a hand-off, and at least half of the request's missing
+        ones."""
         if not sharing.min_tokens or request.needs_whole_prompt:
             return None
         num_cached = self._engine.num_found(chain)
@@ -372,12 +391,14 @@ class SingleFlight:
         return shared if enough else None
 
     def _min_tokens(self, sharing: SharingPolicy) -> int:
-        """Return the number of tokens that is worth a wait or a hand-off; at least a block."""
+        """Return the minimum number of tokens that are worth a wait or a hand-off; at least one
+        block."""
         return max(sharing.min_tokens, self._size)
 
     def _attach(self, key: str) -> None:
-        """Submit a follower to the engine, or return it to the router if the rest of its prompt is
-        long."""
+        """Submit a follower whose wait has ended to the engine. Returns it to the router instead if
+        the rest of its prompt is long enough for a prefill worker, or if the engine's queue is
+        full."""
         waiting = self._waiting[key]
         remaining = len(prefix_ids(waiting.request)) - 1 - self._num_cached(waiting)
         if remaining >= self._min_tokens(waiting.sharing) and not waiting.sharing.local:

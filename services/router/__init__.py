@@ -1,1 +1,1 @@
-"""The router: chooses workers for requests, and fails over to others."""
+"""The router service: places each request on workers, and on other workers if these fail."""

@@ -1,6 +1,6 @@
-"""Connects the router's parts to each other and to the clock: fleet, requests and worker sessions.
+"""Connects the router's parts (fleet, requests, worker sessions) to each other and to the clock.
 
-Only this module reads the clock; the modules that it uses take time as an argument.
+Only this module reads the clock; the modules that it uses take the time as an argument.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ STALL_S = 0.5  # gap between two ticks from which the router itself stood still
 
 
 class RouterCore:
-    """The router's fleet, requests and worker sessions; the servicers call it. Construct it inside
-    the running loop."""
+    """The router's logic behind its gRPC services: fleet, requests and worker sessions. Construct
+    it inside the running event loop."""
 
     def __init__(
         self,
@@ -62,14 +62,15 @@ class RouterCore:
         self.ticker = asyncio.create_task(self._tick(), name="router tick")
 
     async def close(self) -> None:
-        """End sessions and timers."""
+        """Stop the router's timer and end all sessions with workers."""
         self.ticker.cancel()
         await asyncio.gather(self.ticker, return_exceptions=True)
         await self.worker_sessions.close_all()
 
     @property
     def now(self) -> float:
-        """The loop's clock, from which all times here are."""
+        """Current time of the event loop's clock in seconds; all times in the router are readings
+        of it."""
         return self._loop.time()
 
     @property
@@ -77,11 +78,12 @@ class RouterCore:
         return self.dispatcher.draining
 
     def stop_taking(self) -> None:
-        """Refuse new requests from now on."""
+        """Refuse all new requests from now on; requests in the router continue."""
         self.dispatcher.drain()
 
     async def drain(self) -> None:
-        """Refuse new requests; return when no request has a connected client."""
+        """Refuse new requests, and return when no request in the router has a connected client any
+        more."""
         self.stop_taking()
         if self.dispatcher.num_attended:
             await self._idle.wait()
@@ -104,25 +106,32 @@ class RouterCore:
     def _lose(self, dead: list[Worker]) -> None:
         for worker in dead:
             if not worker.leaving:
-                log.warning("worker %s died or cannot be reached any more", worker.address)
+                log.warning(
+                    "worker %s died or cannot be reached; its requests continue on other workers",
+                    worker.address,
+                )
             self.deaths[_model_and_role(worker.hello)] += worker.stays
             self.worker_sessions.close(worker)
             self.dispatcher.disconnected(worker, died=worker.stays, now=self._loop.time())
 
     def _forget_leaving(self) -> None:
-        """Forget the deregistered workers that run no request of this router any more; the next
-        `report` of each then ends its join stream."""
+        """Forget the workers that deregistered from this router and run none of its requests any
+        more. The next `report` of such a worker ends its join stream."""
         leaving = self.fleet.leaving()
         used = self.dispatcher.workers_in_use() if leaving else ()
         for worker in leaving:
             if worker not in used:
-                log.info("worker %s is deregistered; it uses other routers", worker.address)
+                log.info(
+                    "the router forgets worker %s, which deregistered from it and runs none of its "
+                    "requests any more",
+                    worker.address,
+                )
                 self._lose(self.fleet.lost(worker))
 
     # --- join streams
 
     def join(self, hello: fleet_pb2.WorkerHello) -> Worker:
-        """Register a worker whose join stream began."""
+        """Register a worker at the start of its join stream, and open a session with it."""
         now = self._loop.time()
         worker, dead = self.fleet.join(hello, now)
         self._lose(dead)
@@ -130,14 +139,20 @@ class RouterCore:
         self.dispatcher.joined(worker)
         model, role = _model_and_role(hello)
         self.deaths[model, role] += 0  # so that the Prometheus counter starts at zero
-        log.info("%s worker %s registered, model %s", role, hello.address, model)
+        log.info(
+            "the %s worker %s registered with this router and serves model %s",
+            role,
+            hello.address,
+            model,
+        )
         return worker
 
     def report(self, worker: Worker, report: fleet_pb2.WorkerReport, lease: int) -> bool:
-        """Take a later message of a join stream. Returns False if the worker must join again: it
-        was forgotten, it has no current stream, or a part of its prefix events is missing. Only the
-        newest of a worker's streams counts, and messages of the others are ignored; a worker has
-        several if two addresses lead to this router."""
+        """Process a message that a registered worker sent on its join stream: load, heartbeat,
+        prefix cache events or goodbye. Returns False if the worker must register again: the router
+        has forgotten it, its current join stream has ended, or some of its prefix cache events are
+        missing. A worker that reaches this router by two addresses has two join streams; `lease` is
+        the number of the stream, and messages on all but the newest are ignored."""
         now = self._loop.time()
         if self.fleet.get(worker.incarnation) is not worker or not worker.lease:
             return False
@@ -159,7 +174,12 @@ class RouterCore:
                 return False
         elif kind == "goodbye":
             action = "deregisters from this router" if report.goodbye.leaves else "is draining"
-            log.info("worker %s %s: %s", worker.address, action, report.goodbye.reason)
+            log.info(
+                "worker %s gets no new requests, because it %s; its reason: %s",
+                worker.address,
+                action,
+                report.goodbye.reason,
+            )
             self.fleet.deregister(worker, report.goodbye.leaves)
         return True
 
@@ -168,14 +188,19 @@ class RouterCore:
             return
         address = worker.address
         if worker.frozen:
-            log.warning("the engine of worker %s is frozen: it makes no progress", address)
+            log.warning(
+                "the engine of worker %s is frozen (it makes no progress); its requests continue "
+                "on other workers",
+                address,
+            )
             self.dispatcher.frozen(worker, now)
         else:
-            log.warning("the engine of worker %s makes progress again", address)
+            log.warning("the engine of worker %s makes progress again after it was frozen", address)
             self.dispatcher.tick(now)
 
     def left(self, worker: Worker, lease: int) -> None:
-        """A worker's join stream ended."""
+        """Process the end of a worker's join stream: suspect the worker, or forget it if it had
+        deregistered and its session has ended too."""
         self._lose(self.fleet.stream_ended(worker, lease, self._loop.time()))
 
     # --- SessionListener of the worker sessions
@@ -208,34 +233,37 @@ class RouterCore:
     # --- clients
 
     def submit(self, progress: RequestProgress, client: Client) -> None:
-        """Start a request."""
+        """Accept or refuse a request of a client, which receives the request's events."""
         self.dispatcher.submit(progress, client, self._loop.time())
 
     def cancel(self, client: Client, request: str, choices: tuple[int, ...] = ()) -> None:
-        """End a request or some of its choices."""
+        """Cancel a client's request, or only the given choices of the request."""
         self.dispatcher.cancel(client, request, choices, self._loop.time())
 
     def client_gone(self, client: Client) -> None:
-        """A gateway's session ended."""
+        """Process the end of a gateway's session: end its requests, unless the gateway issues them
+        again in time."""
         self.dispatcher.client_gone(client, self._loop.time())
 
     def pick(self, query: PickQuery) -> list[PickedHost]:
-        """Return hosts for an endpoint picker's query, the best first."""
+        """Return the hosts whose decode workers suit an endpoint picker's prompt, the best
+        first."""
         return self.dispatcher.placer.pick(query, self._loop.time())
 
     def decodes_at(self, hosts: Collection[str]) -> bool:
-        """Return whether a decode worker of any model is at one of the hosts."""
+        """Return whether a decode worker of any model runs on one of the hosts."""
         workers = self.fleet.workers.values()
         return any(w.role == fleet_pb2.DECODE and w.host in hosts for w in workers)
 
     def refuses(self, pool: tuple[str, str], tenant: bytes) -> bool:
-        """Return whether a new request would be refused because too many wait."""
+        """Return whether a new request of this tenant would be refused now because too many
+        requests wait. `pool`: model and tokenizer of the request."""
         return self.dispatcher.placer.refuses(pool, tenant, self._loop.time())
 
     def models(self) -> list[pb.ModelCard]:
-        """Return the model info of decode workers that accept work, one per model name, sorted. If
-        a name has several tokenizers, the info is of the tokenizer with the most workers, the
-        newest of equals."""
+        """Return one model info (ModelCard) for each model name that decode workers accept work
+        for, sorted by name. If workers with different tokenizers serve a name, the tokenizer with
+        the most workers counts, of equals the newest."""
         pools: dict[str, dict[str, list[pb.ModelCard]]] = {}
         for worker in self.fleet.workers.values():
             if worker.role == fleet_pb2.DECODE and worker.stays:
@@ -246,7 +274,8 @@ class RouterCore:
         return [max(infos, key=len)[0] for infos in newest_first.values()]
 
     def view(self) -> FleetView:
-        """Return the state of the fleet and the router's counters, for metrics and status pages."""
+        """Return the workers with their loads and states, and the router's counters, for metrics
+        and status pages."""
         now = self._loop.time()
         return FleetView(
             workers=[
@@ -265,5 +294,6 @@ class RouterCore:
 
 
 def _model_and_role(hello: fleet_pb2.WorkerHello) -> tuple[str, str]:
-    """Return model and role of a worker."""
+    """Return a worker's model name and its role in lower case (prefill or decode), as metric
+    labels."""
     return hello.card.name, fleet_pb2.Role.Name(hello.role).lower()

@@ -1,11 +1,12 @@
-"""Owns all requests of the router: takes them from clients and routes workers' events to them.
+"""Owns all requests of the router: accepts them from clients and routes workers' events to them.
 
-A broken session loses the messages in flight, perhaps even `Placed`. Decode keeps the last events
-of an ended attempt for a while (KEPT of services/decode/lease_machine.py): a request that is issued
-again needs only its placement to receive them, and nothing is computed twice.
+A session that breaks loses its messages in flight, perhaps also `Placed`, which says where a
+request runs. A decode worker keeps the last events of an ended attempt for a while (KEPT in
+services/decode/lease_machine.py), and this module keeps the placement of an ended request. A client
+that issues such a request again receives those events, and nothing is computed twice.
 
-Synchronous; time is an argument, and the shell around it owns the sockets. Invariant: one request
-per (client, request id). A message that names an unknown or ended attempt is counted and ignored.
+Synchronous; time is an argument, and RouterCore owns the sockets. Invariant: one request per
+(client, request id). A message about an unknown or ended attempt is counted and ignored.
 """
 
 from collections import Counter, OrderedDict
@@ -47,7 +48,8 @@ QUEUE_WAITS_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 4
 
 
 class RecentlyFinished:
-    """Placements of requests that ended in the last KEEP_S seconds."""
+    """Placements (attempt and decode worker) of requests that ended in the last KEEP_S seconds, so
+    that a client that missed the end of its request can still receive it."""
 
     def __init__(self) -> None:
         # Oldest first: epoch, placement, time of the end.
@@ -57,24 +59,26 @@ class RecentlyFinished:
         return len(self._ended)
 
     def add(self, key: Key, epoch: int, placement: pb.Placement, now: float) -> None:
-        """Remember where a request ended."""
+        """Remember the epoch and the placement of a request that ended at time `now`."""
         self._ended[key] = (epoch, placement, now)
         self._ended.move_to_end(key)
 
     def restore(self, key: Key, start: pb.Start) -> None:
-        """Add the placement to a Start that was issued again without it."""
+        """Add the remembered placement of an ended request to a Start that issues the request
+        again, under a higher epoch and without a placement."""
         ended = self._ended.get(key)
         if ended is not None and ended[0] < start.epoch and not start.HasField("placement"):
             start.placement.CopyFrom(ended[1])
 
     def tick(self, now: float) -> None:
-        """Forget placements older than KEEP_S."""
+        """Forget the placements of requests that ended KEEP_S ago or earlier."""
         while self._ended and now - next(iter(self._ended.values()))[2] >= KEEP_S:
             self._ended.popitem(last=False)
 
 
 class Dispatcher:
-    """Owns the requests of a router and implements their Effects."""
+    """Owner of all requests of a router. Implements Effects, the interface through which a request
+    acts on the rest of the router."""
 
     def __init__(
         self,
@@ -108,16 +112,16 @@ class Dispatcher:
 
     @property
     def requests(self) -> Iterator[RoutedRequest]:
-        """The requests that have not ended."""
+        """All requests in the router that have not ended."""
         return iter(self._requests.values())
 
     @property
     def attempts(self) -> dict[bytes, RoutedRequest]:
-        """The requests by the ids of their open attempts; read-only."""
+        """The request of each open attempt, by attempt id; callers must not change the mapping."""
         return self._by_attempt
 
     def workers_in_use(self) -> set[Worker]:
-        """Return the workers of open attempts."""
+        """Return the decode and prefill workers of all open attempts."""
         assignments = (request.assignment_of(id_) for id_, request in self._by_attempt.items())
         pairs = (
             (assignment.decode, assignment.prefill)
@@ -132,7 +136,7 @@ class Dispatcher:
 
     @property
     def num_attended(self) -> int:
-        """Number of requests whose client is still connected."""
+        """Number of requests in the router whose client is still connected."""
         return sum(r.state.orphan_since is None for r in self._requests.values())
 
     @property
@@ -141,22 +145,25 @@ class Dispatcher:
 
     @property
     def models(self) -> list[str]:
-        """Names of the models that are served here, or whose workers are expected back."""
+        """Sorted names of the models that decode workers serve, or served until recently
+        (ServedModels)."""
         return self._models.names
 
     @property
     def draining(self) -> bool:
-        """Whether new requests are refused."""
+        """Whether the router drains and therefore refuses every new request."""
         return self.placer.draining
 
     def drain(self) -> None:
-        """Refuse new requests from now on."""
+        """Refuse all new requests from now on; requests in the router continue."""
         self.placer.draining = True
 
     # --- clients
 
     def submit(self, progress: RequestProgress, client: Client, now: float) -> None:
-        """Accept a request. If the request is refused, its client receives Failed."""
+        """Accept a client's request, or refuse it by sending the client Failed. If the router has
+        the request already, a Start with a higher epoch replaces it, and any other is counted and
+        ignored."""
         start = progress.start
         key = (client.key, start.request)
         predecessor, inherited_attempt = self._requests.get(key), None
@@ -182,7 +189,7 @@ class Dispatcher:
             request.submit(now)
 
     def _refusal(self, request: RoutedRequest, now: float) -> ServiceError | FailureReason | None:
-        """Return why the request is refused, or None if it is accepted."""
+        """Return the error with which to refuse a new request, or None to accept it."""
         if self.draining:
             return ServiceError(pb.UNAVAILABLE, "the router is shutting down", "", 1.0)
         if request.state.crash_count >= MAX_CRASHES:
@@ -221,8 +228,8 @@ class Dispatcher:
         return None
 
     def cancel(self, client: Client, request: str, choices: tuple[int, ...], now: float) -> None:
-        """Cancel a client's request, or some of its choices; a cancel of an unknown request is only
-        counted."""
+        """Cancel a client's request, or only the given choices. The cancel of an unknown request is
+        counted and ignored."""
         routed_request = self._requests.get((client.key, request))
         if routed_request is None:
             self.num_stale += 1
@@ -231,7 +238,8 @@ class Dispatcher:
             self.placer.pump(now)
 
     def client_gone(self, client: Client, now: float) -> None:
-        """A client's session ended: its requests end too, unless they are issued again in time."""
+        """Process the end of a client's session: end the client's requests, unless the client
+        issues them again in time."""
         for request in self._requests.values():
             if request.client is client:
                 request.step(on.ClientLeft(), now)
@@ -275,7 +283,8 @@ class Dispatcher:
         self.num_retries += num_attempts > 1 and not action.migrates
 
     def stepped(self, request: RoutedRequest, transition: Transition, now: float) -> None:
-        """Update all counters that depend on a step of a request's state machine."""
+        """Update all counters that depend on how a step of the state machine changed a request's
+        state."""
         for incarnation, change in transition.unanswered.items():
             self.placer.count_unanswered(incarnation, change)
         if transition.resumed:
@@ -325,24 +334,26 @@ class Dispatcher:
     # --- workers
 
     def joined(self, worker: Worker) -> None:
-        """A worker registered."""
+        """Record that a worker registered; a decode worker makes its model a served one."""
         if worker.role == DECODE:
             self._models.joined(worker.model)
 
     def connected(self, worker: Worker, now: float) -> None:
-        """The session with a worker is open."""
+        """Record that the session with a worker is open, and place or resume the requests that
+        waited for it."""
         worker.connected = worker.was_connected = True
         if worker.role == DECODE:
             self.placer.worker_connected(worker, now)
         self.tick(now)  # requests may be looking for it
 
     def disconnected(self, worker: Worker, died: bool, now: float) -> None:
-        """Drop the attempts of a worker that is dead or whose session is down."""
+        """Record that a worker is dead (`died`) or that its session broke. Requests with an attempt
+        at the worker resume it later or retry on other workers."""
         worker.connected = False
         self._lost(worker, "died" if died else "session lost", died, now)
 
     def frozen(self, worker: Worker, now: float) -> None:
-        """Drop the attempts of a worker whose engine makes no progress."""
+        """Retry on other workers the requests of a worker whose engine makes no progress."""
         self.num_frozen += 1
         self._lost(worker, "frozen", True, now)
 
@@ -361,12 +372,13 @@ class Dispatcher:
         self.placer.pump(now)
 
     def on_load(self, worker: Worker, now: float) -> None:
-        """A worker reported its load, so it may have more room."""
+        """Begin waiting requests after a decode worker's load report, which may show more room."""
         if worker.role == DECODE:
             self.placer.pump(now)
 
     def on_decode(self, worker: Worker, event: wire.DecodeEvent, now: float) -> None:
-        """Pass an event of a decode worker to its request."""
+        """Pass an event of a decode worker to the request of its attempt. An event about an attempt
+        that is not open at the worker is counted and ignored."""
         kind = event.WhichOneof("event")
         if kind is None:
             return
@@ -385,8 +397,8 @@ class Dispatcher:
             self.placer.pump(now)
 
     def on_rows(self, worker: Worker, rows: Iterable[TokenRow], now: float) -> None:
-        """Pass tokens of unfinished choices, which a decode worker sent as rows, to their
-        requests."""
+        """Pass tokens that a decode worker sent as rows to their requests. A row is the compact
+        form of one token of an unfinished choice."""
         for choice, position, id_ in rows:
             request = self._by_attempt.get(choice.attempt)
             if request is not None and request.pass_on_row(worker, choice, position, id_):
@@ -398,7 +410,8 @@ class Dispatcher:
                 request.on_token(choice, position, id_, now)
 
     def on_prefill(self, worker: Worker, event: wire.PrefillEvent, now: float) -> None:
-        """Pass an event of a prefill worker to its request."""
+        """Pass an event of a prefill worker to the request of its attempt. An event about an
+        attempt that is not open at the worker is counted and ignored."""
         kind = event.WhichOneof("event")
         if kind is None:
             return
@@ -413,7 +426,8 @@ class Dispatcher:
         request.on_prefill(kind, message, now)
 
     def tick(self, now: float) -> None:
-        """Apply deadlines, and retry busy workers."""
+        """Let time pass: apply the requests' deadlines, begin due migrations, and try waiting
+        requests again."""
         self._recently_finished.tick(now)
         self._models.tick(now)
         if not self._requests:

@@ -1,4 +1,4 @@
-"""The router process: builds its parts, serves, drains."""
+"""The router process: constructs its parts, serves until a signal, and drains."""
 
 import asyncio
 import logging
@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 
 
 class FleetBlobs:
-    """Files of the served models (tokenizer, template, generation config) by digest, read from any
-    worker that has them and then cached."""
+    """Files of the served models (tokenizer, chat template, generation config) by digest. Each is
+    read from any worker that has it and then cached."""
 
     def __init__(self, fleet: Fleet, access: Access) -> None:
         self._fleet = fleet
@@ -47,7 +47,7 @@ class FleetBlobs:
         self._cache = BlobCache(BLOB_CACHE_BYTES)
 
     async def get(self, digest: str) -> bytes | None:
-        """Return the file, or None if no worker has it."""
+        """Return the model file with this digest, or None if no worker has it."""
         return await self._cache.get(digest, self._fetch)
 
     async def _fetch(self, digest: str) -> bytes | None:
@@ -56,11 +56,17 @@ class FleetBlobs:
                 async with self._access.open_channel(address, role) as channel:
                     return await read_blob(channel, digest)
             except (ServiceError, OSError) as error:
-                log.warning("cannot read model file %s from worker %s: %s", digest, address, error)
+                log.warning(
+                    "cannot read the model file with digest %s from worker %s: %s",
+                    digest,
+                    address,
+                    error,
+                )
         return None
 
     def _holders(self, digest: str) -> list[tuple[str, Role]]:
-        """Return address and role of the workers whose model info names the digest."""
+        """Return the address and role of each worker whose model info names a file with this
+        digest."""
         holders = []
         for worker in self._fleet.workers.values():
             card = worker.hello.card
@@ -72,7 +78,7 @@ class FleetBlobs:
 
 
 def make_rules(settings: RouterSettings) -> Rules:
-    """Return the placement rules that the settings describe."""
+    """Return the rules of the placement policy that the router's settings describe."""
     mixing = Mixing(settings.allow_mixed_weights, settings.allow_mixed_numerics)
     resuming = replace(mixing, numerics=mixing.numerics or not settings.exact_only)
     threshold = settings.remote_prefill_threshold
@@ -80,7 +86,7 @@ def make_rules(settings: RouterSettings) -> Rules:
 
 
 class RouterProcess:
-    """A running router without signal handling, which tests use too."""
+    """A router with its gRPC servers but without signal handling, so that tests can run it too."""
 
     def __init__(self, settings: RouterSettings, tracer: Tracer = NO_TRACER) -> None:
         self._settings = settings
@@ -106,7 +112,7 @@ class RouterProcess:
         self.address = self.client_address = ""
 
     async def start(self) -> None:
-        """Listen. Raises OSError if an address is taken."""
+        """Listen and serve. Raises OSError if an address is in use."""
         server = self.grpc_server.server
         add_RouterServicer_to_server(self._service, server)
         add_FleetServicer_to_server(FleetServicer(self.core, self._access), server)
@@ -123,14 +129,16 @@ class RouterProcess:
         self.grpc_server.set_serving(True)
 
     async def drain(self) -> None:
-        """End the gateways' sessions at once: their requests keep running at the decode workers,
-        and another router resumes them. Calls of Generate cannot move and run to their end."""
+        """Refuse new requests, end the gateways' sessions at once, and wait for calls of Generate
+        to end. The gateways' requests keep running at the decode workers, and another router
+        resumes them; calls of Generate cannot move to another router."""
         self.core.stop_taking()
         self._service.send_away()
         await self.core.drain()
 
     async def stop(self, grace_s: float) -> None:
-        """End the sessions of clients first, then those with workers."""
+        """End the sessions and calls of clients first, within `grace_s` seconds, then the sessions
+        with workers."""
         self.watching.cancel()
         await self.grpc_server.stop(grace_s)
         await self._rates.close()
@@ -145,7 +153,8 @@ async def serve(
     on_loaded: Callable[[], None] = lambda: None,
     tracer: Tracer = NO_TRACER,
 ) -> int:
-    """Serve until a signal. `on_loaded` is called when all modules are loaded, before serving."""
+    """Run a router until a signal. Returns the exit code. `on_loaded` is called when all modules
+    are loaded, before the router listens."""
     router = RouterProcess(settings, tracer)
     on_loaded()
     try:
@@ -180,8 +189,8 @@ def _serve_metrics(router: RouterProcess, settings: RouterSettings) -> "MetricsP
 
 
 def run(settings: RouterSettings, report: Report = silent) -> int:
-    """Serve until a signal. Returns the exit code. Raises OSError if the address is taken, and
-    ValueError for settings that cannot work."""
+    """Run a router process until a signal. Returns the exit code. Raises OSError if an address is
+    in use, and ValueError for settings that cannot work."""
     configure_logging("router", settings.log_level, log_format=settings.log_format)
     with tracing("router", settings) as tracer:
         return lifecycle.run(serve(settings, report, freeze_heap, tracer))

@@ -1,7 +1,8 @@
 """The router's Prometheus metrics, read from the core at each scrape, and figures for autoscalers.
 
-The figures for autoscalers come from the loads of a model's live workers, so all routers of these
-workers report nearly the same; only the queue in a router differs.
+The figures for autoscalers are computed from the loads of a model's live workers, so all routers
+with the same workers report nearly the same values; only the figures of a router's own queue
+differ.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,15 +23,17 @@ from pdserve.services.router.fleet import State, Worker
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Seconds of waiting prefill work, at the sum of the live workers' measured rates."""
+    """Time that a model's waiting prefill work takes, in seconds, at the sum of the measured rates
+    of its live prefill workers."""
 
     workers_s: float  # in the workers' queues, which every router knows
     router_s: float  # in this router's queue, which no other router knows
 
 
 def prefill_backlog(prefills: Iterable[Worker], queued_tokens: int) -> Backlog | None:
-    """Return the backlog, or None if no worker has measured a rate; a worker without one counts as
-    the mean of the others. `queued_tokens`: of prompts that wait in the router."""
+    """Return how long the waiting prompts of a model take on its live prefill workers, or None if
+    no worker has measured its rate yet. A worker without a rate counts as the mean of the others.
+    `queued_tokens`: tokens of the prompts that wait in the router."""
     live = [w.load for w in prefills if w.state is State.LIVE]
     rates = [load.prefill_tokens_s for load in live if load.prefill_tokens_s]
     if not rates:
@@ -40,8 +43,8 @@ def prefill_backlog(prefills: Iterable[Worker], queued_tokens: int) -> Backlog |
 
 
 def decode_kv_used_ratio(decodes: Iterable[Worker]) -> float | None:
-    """Return the share of all KV tokens that requests hold or are promised; None if the workers
-    have no KV."""
+    """Return the share of the live decode workers' KV tokens that requests hold or are promised;
+    None if the workers have no KV."""
     used_tokens = total_tokens = 0
     for worker in decodes:
         if worker.state is State.LIVE:
@@ -52,7 +55,8 @@ def decode_kv_used_ratio(decodes: Iterable[Worker]) -> float | None:
 
 
 class RouterMetrics:
-    """A Prometheus collector. It runs on the metrics thread and only reads."""
+    """Prometheus collector of the router's metrics. It runs on the metrics thread and only
+    reads."""
 
     def __init__(self, core: RouterCore) -> None:
         self._core = core
@@ -158,7 +162,9 @@ class RouterMetrics:
         )
 
     def _workers(self) -> Iterator[Metric]:
-        """Yield the workers that joined this router: all, or with --join-routers a part of them."""
+        """Yield metrics of the workers that joined this router: their number by state, and the
+        seconds since the last message of each. With --join-routers, only some of all workers join
+        this router."""
         states = GaugeMetricFamily(
             "pdserve_router_workers",
             "Workers that joined this router, by role and state; without --join-routers, all do",
@@ -182,7 +188,8 @@ class RouterMetrics:
         yield silent
 
     def _of_models(self) -> Iterator[Metric]:
-        """Yield the waiting requests and the figures for autoscalers, by model."""
+        """Yield metrics of each model: waiting requests, queue times, and the figures for
+        autoscalers."""
         dispatcher, model_name = self._core.dispatcher, ("model_name",)
         queued = GaugeMetricFamily(
             "pdserve_router_queued", "Requests that wait for a worker", labels=model_name

@@ -1,6 +1,7 @@
-"""The gRPC services of the router: Router for gateways and clients, and Fleet.Join for workers.
+"""gRPC services of the router: Router for gateways and clients, and Fleet.Join for workers.
 
-A client's reader only enqueues; a slow client fills only its own outbox, in which tokens merge.
+Reading a client's messages never waits for the client's events to be sent. A slow client fills only
+the outbox of its session, in which tokens are merged.
 """
 
 import asyncio
@@ -49,7 +50,8 @@ ROLES = {fleet_pb2.PREFILL: Role.PREFILL, fleet_pb2.DECODE: Role.DECODE}
 
 
 class ClientSession(TokensOutbox[rpc.RequestEvent]):
-    """One client's stream of events. `key`: the gateway's incarnation, or random for a Generate."""
+    """Outbox of the events for one client. `key`: the gateway's incarnation, or random bytes for a
+    Generate call."""
 
     def __init__(self, key: bytes, reads_rows: bool = False) -> None:
         super().__init__(rpc.RequestEvent)
@@ -60,8 +62,8 @@ class ClientSession(TokensOutbox[rpc.RequestEvent]):
 
 
 class RouterServicer(router_pb2_grpc.RouterServicer):
-    """Sessions for gateways, Generate and ListModels for gRPC clients, the fleet's state, and picks
-    for endpoint pickers."""
+    """The Router service: sessions for gateways, Generate and ListModels for gRPC clients, the
+    fleet's state, and picks for endpoint pickers."""
 
     def __init__(
         self,
@@ -83,8 +85,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self._versions = VersionGate("router")
 
     def send_away(self) -> None:
-        """End the gateways' sessions after their queued events: each gateway continues at another
-        router, or at this one after its restart. Called when the router drains."""
+        """End the sessions of all gateways after their queued events, when the router drains. Each
+        gateway continues at another router, or at this one after its restart."""
         for session in self._sessions:
             session.close()
 
@@ -170,8 +172,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             span.end(error)
 
     async def _count(self, tenant: Tenant, num_tokens: int, context: Context) -> None:
-        """Count a request and its tokens; the trailing metadata show what remains of the rate.
-        Raises ServiceError if the key exceeds its rate."""
+        """Count a Generate call and its prompt tokens against the rate limits of the caller's key,
+        and return the remaining rate in the trailing metadata. Raises ServiceError if the key
+        exceeds its rate."""
         try:
             await self._rates.count_request(tenant.id)
             await self._rates.count_tokens(tenant.id, num_tokens)
@@ -179,7 +182,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             context.set_trailing_metadata(tuple((await self._rates.headers(tenant.id)).items()))
 
     async def _run(self, progress: RequestProgress, tenant: Tenant, context: Context) -> None:
-        """Run the request of a Generate call. Raises ServiceError if it fails."""
+        """Run the request of a Generate call, and send its responses. Raises ServiceError if the
+        request fails."""
         session = ClientSession(os.urandom(16))
         request = progress.start.request
         settings = self._settings
@@ -194,7 +198,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     async def _answers(
         self, session: ClientSession, request: str
     ) -> AsyncGenerator[rpc.GenerateResponse, None]:
-        """Yield the responses of Generate. Raises ServiceError if the request fails."""
+        """Yield the responses of a Generate call. Raises ServiceError if the request fails."""
         try:
             async for batch in session:
                 for event in batch:
@@ -215,14 +219,15 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             self._leave(session, request)
 
     def _leave(self, session: ClientSession, request: str) -> None:
-        """Cancel the request of a Generate call that has ended early."""
+        """Cancel the request of a Generate call unless the request has ended."""
         if not session.over:
             session.over = True
             self._core.cancel(session, request)
 
     def _start_of(self, request: rpc.GenerateRequest, tenant: Tenant) -> pb.Start:
-        """Build the Start. Raises ServiceError if the timeout is longer than the router's own, or
-        the prompt longer than the model's context."""
+        """Build the Start of a Generate call's request. Raises ServiceError if the call's timeout
+        is longer than the router's own, if the prompt is longer than the model's context, or if the
+        call names no model and the router does not serve exactly one."""
         max_timeout_ms = int(self._settings.request_timeout_s * 1000)
         if request.timeout_ms > max_timeout_ms:
             text = f"timeout_ms is {request.timeout_ms}, but must be at most {max_timeout_ms}"
@@ -278,8 +283,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         )
 
     async def _authorize(self, context: Context) -> Tenant:
-        """Return the tenant of the caller's key. Gateways, which check keys themselves, need
-        none."""
+        """Return the tenant of the caller's API key, or abort the call if the key is missing or
+        invalid. Gateways need no key, because they check the keys of their callers."""
         if self._access.may_be(context, Role.GATEWAY):
             return EVERYBODY
         authorization = dict(context.invocation_metadata() or ()).get(AUTHORIZATION, "")
@@ -292,7 +297,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
 
 
 def _only(models: Collection[str]) -> str:
-    """Return the only model. Raises ServiceError if there is none or more than one."""
+    """Return the name of the only model. Raises ServiceError if there is no model, or more than
+    one."""
     if not models:
         raise ServiceError(pb.UNAVAILABLE, "no worker has registered with the router yet", "", 1.0)
     if len(models) > 1:
@@ -302,14 +308,14 @@ def _only(models: Collection[str]) -> str:
 
 
 def refuse(session: ClientSession, start: pb.Start, error: ServiceError) -> None:
-    """Send Failed for a Start that is not a valid request."""
+    """Send Failed with the error to the client of a Start that is not a valid request."""
     failed = pb.Failed(request=start.request, epoch=start.epoch, failure=error.to_failure())
     session.put(rpc.RequestEvent(failed=failed))
 
 
 def check_hello(hello: fleet_pb2.WorkerHello) -> None:
-    """Check a worker's registration. Raises ServiceError(INVALID_ARGUMENT) if a field is
-    invalid."""
+    """Check the fields of a worker's registration (WorkerHello). Raises
+    ServiceError(INVALID_ARGUMENT), which names the field, if one is invalid."""
     invalid_field = ""
     if hello.role not in ROLES:
         invalid_field = "role"
@@ -322,13 +328,13 @@ def check_hello(hello: fleet_pb2.WorkerHello) -> None:
     if invalid_field:
         raise ServiceError(
             common_pb2.INVALID_ARGUMENT,
-            f"worker registration: the field {invalid_field} is invalid",
+            f"the router refused the worker's registration: its field {invalid_field} is invalid",
             invalid_field,
         )
 
 
 def _has_layout(card: common_pb2.ModelCard) -> bool:
-    """Return whether the KV layout in the model info can be decoded."""
+    """Return whether the KV layout in a model info can be decoded."""
     try:
         decode_spec(card.kv_spec)
     except ValueError:
@@ -337,7 +343,8 @@ def _has_layout(card: common_pb2.ModelCard) -> bool:
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServicer):
-    """The router's side of Fleet.Join; the worker's side is services/worker/membership.py."""
+    """The Fleet service, with which workers join the router. The workers' side of it is
+    services/worker/membership.py."""
 
     def __init__(self, core: RouterCore, access: Access) -> None:
         self._core = core
@@ -354,7 +361,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
             self._versions.check(hello.protocol, f"worker {hello.address}")
             check_hello(hello)
             if not self._access.may_be(context, ROLES[hello.role]):
-                text = "worker registration: the certificate belongs to another role"
+                text = (
+                    "the router refused the worker's registration: its certificate has another role"
+                )
                 raise ServiceError(common_pb2.PERMISSION_DENIED, text, "role")
         except ServiceError as error:
             await abort(context, error)

@@ -1,4 +1,4 @@
-"""Options of the router."""
+"""Options of the router process."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,8 @@ from pdserve.services.common.options import BackendSettings, PublicSettings, opt
 
 @dataclass(frozen=True)
 class RouterSettings(PublicSettings, BackendSettings):
-    """Where it listens, when it separates prefill from decode, and its limits."""
+    """Options of the router: its addresses, which prompts a prefill worker computes, and limits of
+    requests."""
 
     bind: str = option("127.0.0.1:0", "host:port of the gRPC server; port 0: any free port")
     client_bind: str = option(
@@ -72,5 +73,6 @@ class RouterSettings(PublicSettings, BackendSettings):
     def __post_init__(self) -> None:
         if (self.tls_cert or self.tls_key) and not self.client_bind:
             raise ValueError(
-                "a router uses --tls-cert and --tls-key only with --client-bind; set it too"
+                "the router uses --tls-cert and --tls-key only for the address --client-bind; set "
+                "--client-bind too"
             )

@@ -1,4 +1,4 @@
-"""The router's view of its workers."""
+"""The router's view of its workers: their states, loads, prefix caches, and sessions with them."""
 
 from pdserve.services.router.fleet.compatibility import (
     COMPATIBLE_WORKER_WAIT_S,

@@ -1,7 +1,9 @@
-"""Rules for which workers may continue from KV and tokens of another, with counters of exceptions.
+"""Rules for which workers may continue a request from the KV and tokens of another worker, with
+counters of the exceptions.
 
-A request that has generated on a worker is bound to that worker's KV identity. It is resumed on the
-same identity or, when no worker of it is left, on one that the operator's Mixing admits.
+A request that has generated tokens is bound to the KV identity of the worker that generated them.
+It resumes on a worker with the same identity or, if none remains, on one whose differences the
+operator's settings allow (Mixing).
 """
 
 import logging
@@ -29,8 +31,8 @@ MAX_LOGGED = 4096  # pairs whose refusal has been logged
 
 
 def mismatch(prefill: WorkerKind, decode: WorkerKind, mixing: Mixing) -> Difference | None:
-    """Return why a decode worker of one kind cannot use KV of a prefill worker of another kind;
-    None if it can."""
+    """Return why a decode worker of kind `decode` cannot use the KV of a prefill worker of kind
+    `prefill`, or None if it can."""
     if prefill.wire_version != decode.wire_version:
         text = f"wire version {decode.wire_version} at decode, {prefill.wire_version} at prefill"
         return Difference("wire version", text)
@@ -56,7 +58,8 @@ def mismatch(prefill: WorkerKind, decode: WorkerKind, mixing: Mixing) -> Differe
 
 
 class KvCompatibility:
-    """Decides which workers may continue a request, and counts the exceptions."""
+    """Decides which workers may continue a request that another worker began. Counts excluded pairs
+    of workers and inexact continuations."""
 
     def __init__(self, mixing: Mixing) -> None:
         self.incompatible: Counter[str] = Counter()  # pairs left out of a decision, by difference
@@ -67,9 +70,10 @@ class KvCompatibility:
         self._expected: dict[str, float] = {}  # until when a worker with these weights may return
 
     def able(self, origin: KvIdentity | None, workers: Sequence[Worker]) -> Sequence[Worker]:
-        """Return the workers that may continue a request with KV identity `origin` (None: it has
-        generated nothing yet). These are workers of the same identity; if none of them keeps
-        accepting work, also workers whose results may differ (inexact)."""
+        """Return the workers that may continue a request whose tokens were generated under the KV
+        identity `origin` (None: it has no tokens yet, so all may). These are the workers of the
+        same identity. If none of them will keep accepting work, workers whose results may differ
+        are included."""
         if origin is None:
             return workers
         admitted = [w for w in workers if refusal(origin, w.identity, self._mixing) is None]
@@ -78,19 +82,20 @@ class KvCompatibility:
         return exact if staying else admitted
 
     def withdrawn(self, origin: KvIdentity | None, now: float) -> bool:
-        """Return whether all workers with these weights were shut down and none is expected back. A
-        worker is expected for COMPATIBLE_WORKER_WAIT_S after a crash, or if the last one was not
-        replaced."""
+        """Return whether all workers with the weights of `origin` were shut down and none is
+        expected back. A worker is expected for COMPATIBLE_WORKER_WAIT_S after one with these
+        weights crashed, or after the last worker of the model left."""
         if origin is None or _pool(origin) not in self._withdrawn:
             return False
         return now >= self._expected.get(_pool(origin), now)
 
     def joined(self, worker: Worker) -> None:
-        """A worker registered."""
+        """Record that a worker registered, so that its weights count as available again."""
         self._withdrawn.discard(_pool(worker.identity))
 
     def left(self, worker: Worker, others: Iterable[Worker], now: float) -> None:
-        """A worker was forgotten; `others` are still registered."""
+        """Record that a worker was forgotten. `others`: the decode workers of its model that are
+        still registered."""
         pool = _pool(worker.identity)
         pools = {_pool(other.identity) for other in others}
         if not worker.stays and pool not in pools:
@@ -99,37 +104,42 @@ class KvCompatibility:
             self._expected[pool] = now + COMPATIBLE_WORKER_WAIT_S
 
     def count_left_out(self, decode: bytes, refused: Iterable[tuple[bytes, Difference]]) -> None:
-        """Count prefill workers that cannot send KV to a decode worker, and log each pair once.
-        Workers are incarnations."""
+        """Count the prefill workers that a placement excluded because the chosen decode worker
+        cannot use their KV, and log each pair of workers once. Workers are given by incarnation."""
         for prefill, difference in refused:
             self.incompatible[difference.what] += 1
             pair = (prefill, decode)
             if pair not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(pair)
                 log.warning(
-                    "decode worker %s cannot use KV of prefill worker %s: %s",
+                    "decode worker %s cannot use KV of prefill worker %s; no request gets both: %s",
                     decode.hex()[:8],
                     prefill.hex()[:8],
                     difference.text,
                 )
 
     def count_resume(self, request: str, origin: KvIdentity | None, identity: KvIdentity) -> bool:
-        """Count a request taken by a worker of `identity`. Returns whether it resumes inexactly."""
+        """Count and log a request that continues on a worker with another KV identity than
+        `origin`, that of its earlier tokens. Returns whether the identities differ, so that the
+        response is inexact."""
         if origin is None or origin.digest == identity.digest:
             return False
         self.inexact["resume"] += 1
         log.warning(
-            "the request resumed on a worker with another KV identity: %s",
+            "the request resumed on a worker with another KV identity, so its response may differ "
+            "from an undisturbed one; differences: %s",
             "; ".join(d.text for d in differences(origin, identity, RESUME_SIDES)),
             extra={"request": request},
         )
         return True
 
     def count_handoff(self, prefill: KvIdentity, decode: KvIdentity) -> None:
-        """Count a hand-off if the two workers have different KV identities."""
+        """Count a KV hand-off as inexact if the prefill and the decode worker have different KV
+        identities."""
         self.inexact["hand-off"] += prefill.digest != decode.digest
 
 
 def _pool(identity: KvIdentity) -> str:
-    """Return a key that is equal for workers of the same weights."""
+    """Return a key for the weights of a KV identity, equal for all workers with the same
+    weights."""
     return identity.weights or identity.digest.hex()

@@ -13,12 +13,14 @@
     LIVE, LEAVING, DRAINING -> FROZEN   its engine's counter stands still although it has work
     FROZEN -> LIVE, LEAVING, DRAINING   the counter moves, or it has no work
 
-A suspect gets no new work and keeps its running work. A frozen worker gets no new work either, and
-its running work is tried elsewhere, as after a death; its process lives, so it receives the cancels
-and acts on them once it moves. Only `Fleet` adds and forgets workers.
+A suspect worker gets no new work and keeps its running work. A frozen worker gets no new work
+either, and its requests are retried on other workers, as after its death; its process lives, so it
+receives the cancels and acts on them once its engine makes progress again. Only `Fleet` adds and
+forgets workers.
 
 When more than half of four or more workers are suspect at once, the router itself is probably cut
-off: until it hears enough of them, or for ISOLATED_S, no worker dies of silence.
+off from the network. Until it hears from enough workers again, or for ISOLATED_S, no worker counts
+as dead because of its silence.
 """
 
 from collections.abc import Sequence
@@ -35,9 +37,9 @@ MIN_ISOLATED = 4  # workers; of fewer, half may really be gone
 
 
 class ServedModels:
-    """The known model names. A name is known once a decode worker of the model registers. It is
-    forgotten RETIRED_S after the last one left for good, but kept while the last one is expected
-    back. Pure: time is an argument."""
+    """Names of the models that the router serves or served recently. A name is known once a decode
+    worker of the model registers. It is forgotten RETIRED_S after the model's last decode worker
+    left for good, and kept while that worker is expected back. Pure: time is an argument."""
 
     def __init__(self) -> None:
         self._retired: dict[str, float | None] = {}  # time of retirement by name; None: served
@@ -53,26 +55,28 @@ class ServedModels:
         return sorted(self._retired)
 
     def joined(self, name: str) -> None:
-        """A decode worker of the model registered."""
+        """Record that a decode worker of the model registered."""
         self._retired[name] = None
 
     def left(self, name: str, expected_back: bool, now: float) -> None:
-        """The last decode worker of the model is gone."""
+        """Record that the model's last decode worker is gone. Its name is forgotten after
+        RETIRED_S, unless the worker is expected back."""
         self._retired[name] = None if expected_back else now
 
     def tick(self, now: float) -> None:
-        """Forget names retired for RETIRED_S."""
+        """Forget the models whose last decode worker left RETIRED_S ago or earlier."""
         for name, since in list(self._retired.items()):
             if since is not None and now - since >= RETIRED_S:
                 del self._retired[name]
 
 
 class Fleet:
-    """The workers by incarnation. Methods that remove workers return them, so that the caller can
-    end their attempts."""
+    """The router's workers by incarnation, with their states. Methods that remove workers return
+    them, so that the caller can end the attempts on them."""
 
     def __init__(self, prefix_index_hashes: int = MAX_INDEXED_BLOCKS) -> None:
-        """`prefix_index_hashes`: the maximum of distinct blocks in the index of prefix caches."""
+        """Construct a fleet without workers. `prefix_index_hashes`: maximum number of different KV
+        blocks in the index of the workers' prefix caches."""
         self.workers: dict[bytes, Worker] = {}
         self.prefixes = PrefixIndex(prefix_index_hashes)
         self._of: dict[tuple[pb.Role, str], list[Worker]] = {}
@@ -86,13 +90,13 @@ class Fleet:
         return self.workers.get(incarnation)
 
     def of(self, role: pb.Role, model: str) -> Sequence[Worker]:
-        """Return the workers of a role and model, in any state. The list is replaced, not changed,
-        when workers come or go."""
+        """Return the workers of a role and model, in any state. The returned list never changes: a
+        new list replaces it when workers come or go."""
         return self._of.get((role, model), ())
 
     def join(self, hello: pb.WorkerHello, now: float) -> tuple[Worker, list[Worker]]:
-        """Register the worker of a new join stream. Returns the worker, and the workers that it
-        replaces at its address."""
+        """Register the worker of a new join stream. Returns the worker, and the earlier
+        incarnations at its address, which are forgotten."""
         self._leases += 1
         replaced = [
             w
@@ -114,25 +118,28 @@ class Fleet:
         return member, replaced
 
     def heard(self, worker: Worker, now: float) -> None:
-        """A report arrived on the worker's join stream."""
+        """Record that a report arrived on the worker's join stream, so that the worker is not
+        suspect."""
         worker.heard = worker.witnessed = now
         if worker.state is State.SUSPECT:
             worker.set_state()
 
     def beat(self, worker: Worker, heartbeat: pb.Heartbeat, now: float) -> bool:
-        """Check the progress of the worker's engine. Returns whether `frozen` changed."""
+        """Check by a heartbeat whether the worker's engine makes progress. Returns whether the
+        engine has just frozen or recovered."""
         was_frozen = worker.frozen
         worker.frozen = worker.engine.look(heartbeat.step, heartbeat.busy, now)
         worker.set_state()
         return worker.frozen is not was_frozen
 
     def witnessed(self, worker: Worker, now: float) -> None:
-        """A message arrived on another stream of the worker: it may be suspect, but it is not
-        dead."""
+        """Record that a message of the worker arrived on another stream than its join stream. A
+        suspect worker stays suspect, but it is not dead."""
         worker.witnessed = now
 
     def deregister(self, worker: Worker, leaves: bool = False) -> None:
-        """Send the worker no new work: it drains, or leaves only this router (`leaves`)."""
+        """Record that the worker gets no new work from now on, because it drains or (`leaves`)
+        deregisters from this router only."""
         if leaves:
             worker.leaving = self._has_leaving = True
         else:
@@ -141,8 +148,9 @@ class Fleet:
             worker.set_state()
 
     def stream_ended(self, worker: Worker, lease: int, now: float) -> list[Worker]:
-        """A join stream ended; ignored unless it is the worker's newest. Returns the workers that
-        are dead."""
+        """Process the end of a worker's join stream: suspect the worker, or forget it if it had
+        deregistered and its session has ended too. Ignored unless the stream is the worker's
+        newest. Returns the workers that were forgotten."""
         if self.workers.get(worker.incarnation) is not worker or worker.lease != lease:
             return []
         worker.lease = 0
@@ -153,7 +161,9 @@ class Fleet:
         return []
 
     def lost(self, worker: Worker) -> list[Worker]:
-        """Forget a worker that is known to be dead (its port refuses connections)."""
+        """Forget a worker that is known to be gone, for example because its port refuses
+        connections. Returns the forgotten worker in a list, which is empty if it was forgotten
+        before."""
         if self.workers.get(worker.incarnation) is not worker:
             return []
         self._forget(worker)
@@ -173,8 +183,8 @@ class Fleet:
             self.sharded = any(decodes)
 
     def excuse(self, seconds: float, now: float) -> None:
-        """The router process was paused for `seconds`: do not count them as silence of workers,
-        whose messages of that time are read after this call."""
+        """Discount a pause of the router process of `seconds`, so that it does not count as silence
+        of workers. The messages that workers sent during the pause are read after this call."""
         for worker in self.workers.values():
             worker.heard = min(now, worker.heard + seconds)
             worker.suspect_since = min(now, worker.suspect_since + seconds)
@@ -182,8 +192,8 @@ class Fleet:
             self.isolated_since = min(now, self.isolated_since + seconds)
 
     def tick(self, now: float) -> list[Worker]:
-        """Let time pass. Returns the workers that are dead because they were silent for too
-        long."""
+        """Let time pass: suspect silent workers, and forget those that were silent for too long.
+        Returns the forgotten workers, which count as dead."""
         if now < self._next_look and self.isolated_since is None:
             return []
         suspects = []
@@ -209,8 +219,9 @@ class Fleet:
         return [dead for worker in overdue for dead in self.lost(worker)]
 
     def _check_isolation(self, suspects: list[Worker], now: float) -> None:
-        """Record since when more than half of the workers are suspect. When that ends, the
-        remaining suspects get their full time again, because their messages may still arrive."""
+        """Record since when more than half of the workers are suspect, which means that the router
+        is isolated. When the isolation ends, the workers that are still suspect get their full time
+        again before they count as dead, because their messages may still arrive."""
         staying = [w for w in self.workers.values() if w.was_connected and w.stays]
         suspects = [w for w in suspects if w.was_connected and w.stays]
         if len(staying) >= MIN_ISOLATED and 2 * len(suspects) > len(staying):
@@ -223,11 +234,13 @@ class Fleet:
 
     @property
     def isolated(self) -> bool:
-        """Whether the router itself is probably cut off from the network."""
+        """Whether the router itself is probably cut off from the network, since more than half of
+        its workers are silent."""
         return self.isolated_since is not None
 
     def leaving(self) -> list[Worker]:
-        """Return the workers that have deregistered from this router only."""
+        """Return the workers that have deregistered from this router only and keep serving other
+        routers."""
         leaving = [w for w in self.workers.values() if w.leaving] if self._has_leaving else []
         self._has_leaving = bool(leaving)
         return leaving

@@ -1,15 +1,16 @@
-"""Index of the blocks in workers' prefix caches, as reported by their events.
+"""Index of the KV blocks in the workers' prefix caches, built from the events that workers report.
 
-The index may know less than the workers have, but not more: a gap in a worker's sequence means lost
-removals, so all blocks of the worker are dropped. Only half of each hash is kept, so an unknown
-block is mistaken for a known one once in 2**58 lookups; decode then computes what it turns out to
-lack.
+The index may know fewer blocks than a worker has, but not more: a gap in a worker's sequence of
+events means that removals were lost, so all blocks of the worker are dropped. Only half of each
+hash is kept, so an unknown block is mistaken for a known one once in 2**58 lookups; the decode
+worker then computes the block that turns out to be missing.
 
 All workers share one table, so a prompt is looked up once for all of them, and a block takes the
-same 20 to 30 bytes however many have it. A full table keeps only the blocks whose hashes end in a
-zero bit, then two, and so on; of a prompt, the blocks up to the last of these count as cached. At
-most MAX_SETS different sets of workers share blocks; for a block with yet another set, not every
-worker is known.
+same 20 to 30 bytes however many workers have it. When the table is full, it becomes a sample: it
+keeps only the blocks whose hashes end in one zero bit, later in two, and so on. Of a prompt, all
+blocks up to the last one found in the sample count as cached. The table holds at most MAX_SETS
+different sets of workers that share blocks; if a block needs yet another set, some of its workers
+are left out.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,10 +31,12 @@ _ENTRY = _LAST_AND_SET.size
 
 
 class PrefixIndex:
-    """The chain hashes of all workers' full blocks, at most `capacity` different ones.
+    """The blocks that workers have in their prefix caches: the chain hashes of full blocks, at most
+    `capacity` different ones, each with the set of workers that have the block.
 
-    A bucket is one bytes object. Each entry in it is the kept half of a hash and the number of the
-    set of workers that have the block. A set is an integer, in which a worker is a bit.
+    The table consists of buckets, each one bytes object. An entry in a bucket is the kept half of a
+    block's hash and the number of the set of workers that have the block. A set of workers is an
+    integer with one bit for each worker.
     """
 
     def __init__(self, capacity: int = MAX_INDEXED_BLOCKS) -> None:
@@ -51,34 +54,38 @@ class PrefixIndex:
         self.num_gaps = 0  # in sequences of workers, in total
 
     def __len__(self) -> int:
-        """Number of different blocks known."""
+        """Number of different blocks in the index that at least one worker has."""
         return self._num_entries - self._num_dead
 
     @property
     def num_sets(self) -> int:
-        """Number of sets of workers in use."""
+        """Number of different sets of workers that the index has in use."""
         return self._sets.num_used
 
     @property
     def sampled_share(self) -> float:
-        """Share of all blocks that the index keeps; 1 if there is room for all."""
+        """Share of all blocks that the index keeps: 1 while there is room for all, halved each time
+        that the table is full."""
         return 1 / (self._sample_mask + 1)
 
     def open(self, incarnation: bytes) -> "WorkerPrefixes":
-        """Add a worker. Returns its part of the index; `close` that when the worker is gone."""
+        """Add a worker to the index. Returns the worker's part of the index, to be closed with its
+        `close` when the worker is gone."""
         bit = ~self._used_bits & (self._used_bits + 1)
         self._used_bits |= bit
         self._incarnations[bit] = incarnation
         return WorkerPrefixes(self, bit)
 
     def close(self, bit: int) -> None:
-        """Forget a worker."""
+        """Remove a worker that is gone from the index. `bit`: the worker's bit in sets of
+        workers."""
         self.forget(bit)
         self._used_bits &= ~bit
         del self._incarnations[bit]
 
     def add(self, bit: int, hashes: Iterable[bytes]) -> int:
-        """Add blocks of a worker. Returns how many of them are new for it."""
+        """Record that a worker has the blocks with these chain hashes. `bit`: the worker's bit in
+        sets of workers. Returns how many of the blocks the worker was not known to have."""
         num_new = 0
         for chain in hashes:
             if self._out_of_date:
@@ -102,7 +109,9 @@ class PrefixIndex:
         return num_new
 
     def remove(self, bit: int, hashes: Iterable[bytes]) -> int:
-        """Remove blocks of a worker. Returns how many of them were known for it."""
+        """Record that a worker no longer has the blocks with these chain hashes. `bit`: the
+        worker's bit in sets of workers. Returns how many of the blocks the worker was known to
+        have."""
         num_removed = 0
         for chain in hashes:
             number, position, bucket = self._find(chain)
@@ -121,14 +130,17 @@ class PrefixIndex:
         return num_removed
 
     def forget(self, bit: int) -> None:
-        """Drop everything known of a worker. A later sweep removes the entries of its blocks."""
+        """Drop all blocks of a worker, which stays in the index. Blocks that no other worker has
+        keep their entries until a later sweep removes them. `bit`: the worker's bit in sets of
+        workers."""
         self._num_dead += self._sets.forget(bit)
         if not len(self):
             self._sample_mask = self._num_to_thin = 0
 
     def num_cached(self, hashes: Sequence[bytes]) -> dict[bytes, int]:
-        """Return how many leading blocks of a prompt are cached, by incarnation of each worker with
-        any."""
+        """Return how many of a prompt's first blocks each worker has cached, by the worker's
+        incarnation; workers without any are absent. `hashes`: chain hashes of the prompt's
+        blocks."""
         num_blocks: dict[bytes, int] = {}
         holders, num_known = self._used_bits, 0
         for num, chain in enumerate(hashes, 1):
@@ -145,7 +157,8 @@ class PrefixIndex:
         return num_blocks
 
     def _record(self, workers: int, num_blocks: int, result: dict[bytes, int]) -> None:
-        """Set the number of blocks of each of the workers in `result`."""
+        """Store `num_blocks` in `result` for each worker in the set `workers`, by the worker's
+        incarnation."""
         while workers:
             bit = workers & -workers
             result[self._incarnations[bit]] = num_blocks
@@ -156,8 +169,9 @@ class PrefixIndex:
         return self._sets.workers[number] if position >= 0 else 0
 
     def _find(self, chain: bytes) -> tuple[int, int, int]:
-        """Return the set of a block's workers, the position of its entry in the bucket (-1:
-        absent), and the bucket."""
+        """Look up a block by its chain hash. Returns the number of the set of workers that have the
+        block, the position of the block's entry in its bucket (-1 if the block is unknown), and the
+        bucket."""
         bucket = hash(chain) % len(self._buckets)  # seeded per process: clients cannot target one
         entries, half_hash = self._buckets[bucket], chain[KEPT_BYTES:]
         position = entries.find(half_hash)
@@ -181,12 +195,12 @@ class PrefixIndex:
 
     @property
     def _out_of_date(self) -> bool:
-        """Whether `_sweep` has entries to remove or rename."""
+        """Whether the table has entries that `_sweep` must remove or renumber."""
         return bool(self._sets.stale or self._num_to_thin)
 
     def _make_room(self, chain: bytes) -> bool:
-        """Return whether a new block fits. Sweeps a full table; if nothing in it is out of date,
-        halves the sample of blocks that it keeps."""
+        """Return whether the table has room for a new block. If it is full, sweeps its out-of-date
+        entries; if it has no such entries, halves the sample of blocks that it keeps."""
         is_full = self._num_entries >= self._capacity and not self._out_of_date
         if is_full and self._sample_mask + 1 < 1 << MAX_SAMPLE_BITS:
             self._sample_mask = 2 * self._sample_mask + 1
@@ -198,8 +212,9 @@ class PrefixIndex:
         return self._num_entries < self._capacity and not chain[-1] & self._sample_mask
 
     def _sweep(self) -> None:
-        """Clean the next bucket: remove entries without workers or outside the sample, and replace
-        duplicate numbers of one set."""
+        """Clean the next bucket of the table: remove the entries of blocks that no worker has or
+        that are outside the sample, and renumber entries if two numbers mean the same set of
+        workers."""
         bucket = self._next_swept
         self._next_swept = (bucket + 1) % len(self._buckets)
         self._num_to_thin = max(0, self._num_to_thin - 1)
@@ -214,7 +229,7 @@ class PrefixIndex:
 
 
 class WorkerPrefixes:
-    """The known blocks of one worker."""
+    """One worker's part of a PrefixIndex: the blocks that the worker is known to have cached."""
 
     def __init__(self, index: PrefixIndex, bit: int) -> None:
         self.bit = bit
@@ -223,13 +238,15 @@ class WorkerPrefixes:
         self._next: int | None = None  # sequence number of the next message
 
     def __len__(self) -> int:
-        """Number of its known blocks; may be too high once the table is full."""
+        """Number of blocks that the worker is known to have; may be too high once the index is
+        full."""
         return self._num_known
 
     def apply(self, events: PrefixEvents) -> bool:
-        """Apply one message. A message with sequence number s and n hashes is followed by number s
-        + n. Returns False if a message before it is missing: the worker must send its whole state
-        again."""
+        """Apply one message of the worker about blocks added to and removed from its prefix cache.
+        A message with sequence number s and n hashes is followed by number s + n. Returns False if
+        a message before this one is missing: all earlier blocks of the worker are dropped, and it
+        must send its whole state again."""
         gap = not events.reset and self._next not in (None, events.sequence)
         if gap or events.reset:
             self._forget()
@@ -240,7 +257,7 @@ class WorkerPrefixes:
         return not gap
 
     def close(self) -> None:
-        """Forget the worker, which is gone."""
+        """Remove the worker, which is gone, from the index."""
         self._index.close(self.bit)
 
     def _forget(self) -> None:
@@ -250,7 +267,8 @@ class WorkerPrefixes:
 
 
 class _WorkerSets:
-    """Sets of workers, each kept once for all entries that refer to it by number."""
+    """The sets of workers that entries of a PrefixIndex refer to by number. Each set is kept once,
+    with the number of its entries."""
 
     def __init__(self) -> None:
         self.workers: list[int] = []  # by number
@@ -260,16 +278,18 @@ class _WorkerSets:
         self.stale: set[int] = set()  # numbers of the empty set, and duplicates
 
     def has_room(self, workers: int) -> bool:
-        """Return whether an entry may refer to that set; a set of one worker is always allowed."""
+        """Return whether an index entry may refer to the set `workers`: there is room for one more
+        set, the set exists already, or it has only one worker."""
         return self.num_used < MAX_SETS or workers in self._numbers or not workers & (workers - 1)
 
     @property
     def num_used(self) -> int:
-        """The number of sets in use."""
+        """Number of sets that index entries refer to."""
         return len(self.workers) - len(self._free)
 
     def enter(self, workers: int) -> int:
-        """Count one more entry of that set. Returns its number."""
+        """Count one more index entry that refers to the set `workers`, which is added if it is new.
+        Returns the number of the set."""
         number = self._numbers.get(workers)
         if number is None:
             number = self._numbers[workers] = self._new(workers)
@@ -277,7 +297,8 @@ class _WorkerSets:
         return number
 
     def leave(self, number: int) -> None:
-        """Count one entry of that set less."""
+        """Count one index entry less that refers to set `number`; a set without entries is
+        removed."""
         self._num_entries[number] -= 1
         if not self._num_entries[number]:
             if self._numbers.get(self.workers[number]) == number:
@@ -286,7 +307,8 @@ class _WorkerSets:
             self.stale.discard(number)
 
     def move(self, number: int, workers: int) -> int:
-        """Move an index entry from set `number` to set `workers`. Returns the latter's number."""
+        """Move an index entry from set `number` to the set `workers`. Returns the number of the
+        latter."""
         if self.workers[number] == workers:
             return number
         new_number = self.enter(workers)
@@ -294,7 +316,8 @@ class _WorkerSets:
         return new_number
 
     def rename(self, number: int) -> int:
-        """Move an entry to the number that new entries of its set use. Returns that number."""
+        """Move an index entry from `number` to the number that new entries of the same set of
+        workers use. Returns that number."""
         new_number = self._numbers.setdefault(self.workers[number], number)
         if new_number == number:
             self.stale.discard(number)
@@ -304,7 +327,7 @@ class _WorkerSets:
         return new_number
 
     def forget(self, bit: int) -> int:
-        """Take a worker out of every set. Returns how many entries thereby refer to an empty
+        """Remove a worker from every set. Returns how many index entries thereby refer to an empty
         set."""
         num_dead = 0
         for number, workers in enumerate(self.workers):

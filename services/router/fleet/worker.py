@@ -1,4 +1,5 @@
-"""What the router knows of one worker, and what the placement policy sees of it; pure."""
+"""One worker as the router knows it, and the facts about it that the placement policy uses;
+pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,8 +18,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """What workers with the same model, build and options have in common. Equal workers share one
-    object, because each placement compares it."""
+    """What workers with the same model, build and options have in common: KV identity and layout,
+    wire version, transports and encryption. Equal workers share one object, because each placement
+    compares it."""
 
     identity: KvIdentity
     wire_version: int
@@ -29,8 +31,9 @@ class WorkerKind:
 
 @dataclass(slots=True)
 class WorkerFacts:
-    """What the placement policy sees of a worker. Never changed after construction, but not frozen:
-    a frozen one takes five times as long to make, for each load report."""
+    """Facts about one worker that the placement policy decides by. Never changed after
+    construction, but not a frozen dataclass, which takes five times as long to construct; this
+    happens at each load report."""
 
     incarnation: bytes
     kind: WorkerKind
@@ -42,7 +45,8 @@ class WorkerFacts:
     promised_tokens: int = 0  # from its start, cached or in transfer for other requests
 
     def of_prompt(self, cached_tokens: int, promised_tokens: int) -> "WorkerFacts":
-        """Return the same facts with the numbers of tokens of a prompt that the worker has."""
+        """Return a copy of the facts for one prompt, of which the worker has `cached_tokens` tokens
+        in its cache and is promised the first `promised_tokens`."""
         # By position: names take twice as long, and `replace` six times.
         return WorkerFacts(
             self.incarnation,
@@ -57,12 +61,12 @@ class WorkerFacts:
 
 @lru_cache(maxsize=1024)
 def _shared(value: T) -> T:
-    """Return one object for all equal values."""
+    """Return one and the same object for all equal values."""
     return value
 
 
 class State(Enum):
-    """State of a worker."""
+    """State of a worker in the router's fleet (diagram in fleet.py)."""
 
     LIVE = "live"
     SUSPECT = "suspect"
@@ -73,7 +77,8 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """One life of a worker process, as the router knows it."""
+    """One life of a worker process as the router knows it; after a restart the process is a new
+    Worker."""
 
     hello: pb.WorkerHello
     lease: int  # number of its current join stream; 0: that has ended
@@ -122,22 +127,24 @@ class Worker:
 
     @property
     def host(self) -> str:
-        """Host of the worker's address."""
+        """Host of the worker's address, without the port."""
         return self.address.rpartition(":")[0].strip("[]")
 
     @property
     def stays(self) -> bool:
-        """Whether this router may send the worker new work in the future."""
+        """Whether this router may send the worker new work in the future: it neither drains nor has
+        deregistered from this router."""
         return not self.draining and not self.leaving
 
     @property
     def goes_on_alone(self) -> bool:
-        """Whether the worker has deregistered and only its session still reports running
-        requests."""
+        """Whether the worker has deregistered from this router but still reports running requests
+        on its session, so that it may be silent on the join stream."""
         return self.leaving and self.connected
 
     def set_state(self) -> None:
-        """Set the state after a message from the worker."""
+        """Set the state by the flags `frozen`, `draining` and `leaving` after a message from the
+        worker, which is therefore not suspect."""
         if self.frozen:
             self.state = State.FROZEN
         elif self.draining:
@@ -146,7 +153,8 @@ class Worker:
             self.state = State.LEAVING if self.leaving else State.LIVE
 
     def commanded(self, attempt: bytes, tokens: int, now: float) -> None:
-        """Count the work of a command until a load report includes it."""
+        """Count an attempt that this router sent to the worker, with `tokens` prompt tokens to
+        compute, until a load report of the worker includes it."""
         # Moves to the end: loads and age forget in the order of sending.
         if attempt in self.unreported:
             self._forget(attempt)
@@ -155,13 +163,14 @@ class Worker:
         self._update_facts()
 
     def forget_command(self, attempt: bytes) -> None:
-        """Forget the command of an attempt that is over; no effect if it is not counted."""
+        """Stop counting the command of an attempt that is over; no effect if it is not counted."""
         if attempt in self.unreported:
             self._forget(attempt)
             self._update_facts()
 
     def forget_old_commands(self, now: float) -> None:
-        """Forget commands that no load report has included for UNREPORTED_S."""
+        """Stop counting commands that were sent UNREPORTED_S ago or earlier and that no load report
+        has included."""
         num_before = len(self.unreported)
         while self.unreported:
             attempt, (_, sent) = next(iter(self.unreported.items()))
@@ -172,7 +181,8 @@ class Worker:
             self._update_facts()
 
     def report(self, load: pb.Load) -> None:
-        """Replace the load, and forget the commands that it includes."""
+        """Store the worker's new load report, and stop counting the commands that it includes. The
+        worker no longer counts as busy."""
         self.load = load
         self.busy_until = 0.0
         if load.last_command in self.unreported:
@@ -199,6 +209,7 @@ class Worker:
 
 
 def taking_work(workers: Iterable[Worker], now: float) -> list[Worker]:
-    """Return the workers that accept a new command now."""
+    """Return the workers that accept a new command now: they are live and connected, and not
+    busy."""
     live = State.LIVE
     return [w for w in workers if w.state is live and w.connected and now >= w.busy_until]

@@ -1,8 +1,10 @@
-"""Sessions from the router to its workers: one stream per worker life, reopened when it breaks.
+"""Sessions from the router to its workers: one gRPC stream for each life of a worker process,
+reopened when it breaks.
 
-A reader passes events on and never waits; a writer drains the session's outbox. Commands unsent
-when a session broke are dropped, because their requests are resumed or placed again. Cancels that
-arise between sessions are sent first in the next one.
+In each session, a reader passes the worker's events on and never waits, and a writer sends the
+commands in the session's outbox. When a session breaks, its unsent commands are dropped, because
+their requests are resumed or placed again. Cancels issued while no session is open are sent first
+in the next one.
 """
 
 import asyncio
@@ -35,29 +37,34 @@ Event = wire.DecodeEvent | wire.PrefillEvent
 
 
 class SessionListener(Protocol):
-    """Receiver of session events; every call is on the loop and returns at once."""
+    """Interface to the receiver of a worker session's events. Each method is called on the event
+    loop and returns at once."""
 
     def up(self, worker: Worker) -> None:
-        """Commands can be sent."""
+        """Process the opening of a session: commands can be sent to the worker."""
 
     def down(self, worker: Worker) -> None:
-        """The session broke: no commands can be sent. `broken` or `refused` follows."""
+        """Process the break of a session: no commands can be sent to the worker. A call of `broken`
+        or `refused` follows."""
 
     def broken(self, worker: Worker) -> None:
-        """The worker lives, but messages of the broken session may be lost."""
+        """Process that a worker whose session broke is alive, though messages of that session may
+        be lost."""
 
     def refused(self, worker: Worker) -> None:
-        """The worker's port refuses connections: it is dead."""
+        """Process that the worker's port refuses connections, which means that the worker is
+        dead."""
 
     def event(self, worker: Worker, event: Event) -> None:
-        """An event of the worker arrived."""
+        """Process an event that the worker sent."""
 
     def rows(self, worker: Worker, rows: Iterable[TokenRow]) -> None:
-        """Tokens of unfinished choices arrived."""
+        """Process tokens of unfinished choices that a decode worker sent as rows, the compact
+        form."""
 
 
 class ProbeResult(Enum):
-    """Result of a connection attempt to a worker's port."""
+    """Result of a test connection to a worker's port: opened, refused, or no answer in time."""
 
     OPEN = "open"
     REFUSED = "refused"
@@ -65,8 +72,8 @@ class ProbeResult(Enum):
 
 
 class WorkerSession:
-    """The session with one worker. `run` ends only when the worker's port refuses a connection, or
-    by cancellation."""
+    """The router's session with one worker, which `run` opens again whenever it breaks. `run` ends
+    only when the worker's port refuses a connection, or by cancellation."""
 
     def __init__(
         self, worker: Worker, access: Access, incarnation: bytes, listener: SessionListener
@@ -101,10 +108,18 @@ class WorkerSession:
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
                 refused = is_refusal(error)
                 if not refused or reason != refusal:
-                    log.warning("the session with worker %s failed: %s", self._address, reason)
+                    log.warning(
+                        "the session with worker %s failed; the router reopens it unless the "
+                        "worker's port refuses connections: %s",
+                        self._address,
+                        reason,
+                    )
                 refusal = str(reason) if refused else ""
             except Exception:
-                log.exception("the session with worker %s failed; reopening it", self._address)
+                log.exception(
+                    "the session with worker %s failed unexpectedly; the router reopens it",
+                    self._address,
+                )
             probe_result = await probe(self._address)
             if probe_result is ProbeResult.REFUSED:
                 # Called from outside this task, because the listener cancels it.
@@ -117,8 +132,8 @@ class WorkerSession:
             retry_s = min(MAX_RETRY_S, 2 * retry_s) if broke_soon else RETRY_S
 
     def _settle(self) -> None:
-        """Call `broken` for a session that broke, once the worker can be reached again. Whether a
-        silent worker is dead is the fleet's decision."""
+        """Call the listener's `broken` for a session that broke, once the worker can be reached
+        again. Whether a worker that stays silent is dead is the fleet's decision."""
         if self._unsettled:
             self._unsettled = False
             self._listener.broken(self._worker)
@@ -140,7 +155,7 @@ class WorkerSession:
                 outbox.put(self._pending_cancels.popleft())
             self._unsettled = True
             writer = asyncio.create_task(_write(call.write, outbox))
-            log.info("the session with worker %s is open", self._address)
+            log.info("the router opened its session with worker %s", self._address)
             self._listener.up(self._worker)
             try:
                 rows = RowReader()
@@ -156,7 +171,8 @@ class WorkerSession:
                     await writer
 
     def _deliver(self, event: Event, rows: RowReader) -> None:
-        """Pass an event to the listener. `rows`: the reader of this session's token rows."""
+        """Pass an event of the worker to the listener. `rows`: the reader of this session's token
+        rows."""
         if isinstance(event, wire.DecodeEvent) and event.HasField("rows"):
             self._listener.rows(self._worker, rows.read(event.rows))
         else:
@@ -164,7 +180,7 @@ class WorkerSession:
 
 
 class WorkerSessions:
-    """The sessions with all workers, and the tasks that run them."""
+    """The router's sessions with all workers, and the tasks that run them."""
 
     def __init__(self, access: Access, router_boot: bytes, listener: SessionListener) -> None:
         self._access = access
@@ -173,7 +189,8 @@ class WorkerSessions:
         self._sessions: dict[bytes, tuple[WorkerSession, asyncio.Task[None]]] = {}
 
     def open(self, worker: Worker) -> None:
-        """Open and maintain a session with a worker; no effect if there is one."""
+        """Open a session with a worker and reopen it whenever it breaks; no effect if the worker
+        has one."""
         if worker.incarnation not in self._sessions:
             session = WorkerSession(worker, self._access, self._incarnation, self._listener)
             name = f"session {worker.address}"
@@ -183,17 +200,18 @@ class WorkerSessions:
             )
 
     def send(self, worker: Worker, command: Command) -> None:
-        """Queue a command; dropped while the session is down."""
+        """Queue a command for a worker. While the worker's session is down, a cancel of a whole
+        attempt is kept for the next session, and any other command is dropped."""
         if worker.incarnation in self._sessions:
             self._sessions[worker.incarnation][0].send(command)
 
     def close(self, worker: Worker) -> None:
-        """End the session with a worker."""
+        """End the session with a worker for good."""
         if worker.incarnation in self._sessions:
             self._sessions.pop(worker.incarnation)[1].cancel()
 
     async def close_all(self) -> None:
-        """End all sessions and wait for their end."""
+        """End the sessions with all workers, and wait until they have ended."""
         tasks = [task for _, task in self._sessions.values()]
         self._sessions.clear()
         for task in tasks:
@@ -211,7 +229,8 @@ async def _write(
 
 
 async def probe(address: str) -> ProbeResult:
-    """Connect to a worker's port and disconnect. Silence proves neither life nor death."""
+    """Test whether a worker's port accepts connections, by connecting and disconnecting. The result
+    SILENT proves neither that the worker lives nor that it is dead."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(PROBE_S):

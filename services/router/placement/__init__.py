@@ -1,4 +1,5 @@
-"""The placement policy, and the facts that it decides by."""
+"""The placement policy, which chooses workers for requests, the facts that it decides by, and the
+queue of waiting requests."""
 
 from pdserve.services.router.placement.facts import (
     FactsOfWorkers,

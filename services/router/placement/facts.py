@@ -1,12 +1,14 @@
-"""What the placement policy knows of each worker about one prompt: cached KV, and KV that is
-promised there. Pure; time is an argument.
+"""Facts about each worker and one prompt for the placement policy: the prompt's KV that the worker
+has cached, and KV that is promised there. Pure; time is an argument.
 
-From its Admit on, the KV of an attempt's prompt is at the worker or on its way, but prefix events
-report it only later. Workers decide by their own knowledge: promises only say which to try first.
+From the Admit of an attempt on, the KV of its prompt is at the decode worker or on its way, but the
+worker's prefix events report it only later; meanwhile the router counts this KV as promised.
+Promises only decide which worker the router tries first: each worker decides by what it has.
 
-A prompt that an endpoint picker has placed arrives a moment later from a gateway at that worker.
-Until then, for at most PICKED_S, the pick counts as a request at the worker, which spreads a burst,
-and as a promise of the prompt's KV, which keeps prompts with the same beginning together.
+When an endpoint picker has been given a worker for a prompt, the request arrives a moment later
+from a gateway at that worker. Until then, for at most PICKED_S, the pick counts as a request at the
+worker, which spreads a burst, and as a promise of the prompt's KV, which keeps prompts with the
+same beginning together.
 """
 
 from bisect import bisect_left
@@ -26,8 +28,8 @@ PromptKey = tuple[str, bytes, int]
 
 
 class PromisedChains:
-    """Prompt blocks that decode workers will have: the chain hashes of live attempts, counted by
-    worker."""
+    """Prompt blocks that decode workers have or will have soon: the chain hashes of the prompts of
+    live attempts, counted by worker."""
 
     def __init__(self) -> None:
         self._counts: dict[bytes, Counter[bytes]] = {}  # by incarnation of the worker
@@ -38,14 +40,15 @@ class PromisedChains:
         return iter(self._attempts)
 
     def add(self, attempt: bytes, incarnation: bytes, chain: Sequence[bytes]) -> None:
-        """Add an attempt that began at a worker. `chain`: hashes of its prompt's full blocks."""
+        """Add the prompt of an attempt that began at a decode worker. `chain`: chain hashes of the
+        prompt's full blocks."""
         self._attempts[attempt] = incarnation, chain
         self._counts.setdefault(incarnation, Counter()).update(chain)
         if chain:
             self._incarnations.setdefault(chain[0], set()).add(incarnation)
 
     def drop(self, attempt: bytes) -> None:
-        """Drop an attempt that is over; no effect if it is not present."""
+        """Remove the prompt of an attempt that is over; no effect if the attempt is unknown."""
         incarnation, chain = self._attempts.pop(attempt, (b"", ()))
         counts = self._counts.get(incarnation)
         if counts is None:
@@ -62,8 +65,9 @@ class PromisedChains:
             del self._counts[incarnation]
 
     def num_promised(self, chain: Sequence[bytes]) -> dict[bytes, int]:
-        """Return the number of leading blocks of a chain that are promised, by incarnation of each
-        worker with any."""
+        """Return how many of a prompt's first blocks are promised at each worker, by the worker's
+        incarnation; workers without any are absent. `chain`: chain hashes of the prompt's
+        blocks."""
         num_blocks = {}
         for incarnation in self._incarnations.get(chain[0], ()) if chain else ():
             counts = self._counts[incarnation]
@@ -73,13 +77,14 @@ class PromisedChains:
 
 
 def prompt_key(model: str, cache_salt: bytes, ids: Sequence[int]) -> PromptKey:
-    """Return a key that is equal for equal prompts of one tenant."""
+    """Return a key for a prompt that is equal for equal prompts of the same model and tenant."""
     return model, cache_salt, hash(tuple(ids))
 
 
 @dataclass(frozen=True, slots=True)
 class PickedPrompt:
-    """A prompt with a picked worker whose request has not arrived yet."""
+    """A prompt for which an endpoint picker was given a worker, and whose request has not arrived
+    yet."""
 
     number: bytes
     key: PromptKey
@@ -89,7 +94,8 @@ class PickedPrompt:
 
 
 class PickedPrompts:
-    """Picks of endpoint pickers whose requests have not arrived yet."""
+    """All prompts for which endpoint pickers were given a worker, and whose requests have not
+    arrived yet. Each is called a pick."""
 
     def __init__(self, promised: PromisedChains) -> None:
         self._promised = promised
@@ -110,8 +116,9 @@ class PickedPrompts:
         num_tokens: int,
         now: float,
     ) -> None:
-        """Add a pick of a worker for a prompt. `chain`: hashes of the prompt's full blocks
-        there."""
+        """Add a pick: a prompt and the incarnation of the worker given to the endpoint picker.
+        `chain`: chain hashes of the prompt's full blocks at the worker; `num_tokens`: tokens that
+        the worker will compute."""
         self.forget_old(now)
         self._num += 1
         pick = PickedPrompt(b"pick %d" % self._num, key, incarnation, num_tokens, now)
@@ -122,7 +129,8 @@ class PickedPrompts:
         self._promised.add(pick.number, incarnation, chain)
 
     def take(self, key: PromptKey, now: float) -> bytes | None:
-        """Return the incarnation of the picked worker for a prompt, once per pick, or None."""
+        """Remove the oldest pick of a prompt, whose request has arrived. Returns the incarnation of
+        the picked worker, or None if the prompt has no pick."""
         self.forget_old(now)
         picks = self._of_prompts.get(key)
         if not picks:
@@ -132,7 +140,8 @@ class PickedPrompts:
         return pick.incarnation
 
     def counted(self, facts: WorkerFacts, now: float) -> WorkerFacts:
-        """Return a worker's facts with the picked requests added to its load."""
+        """Return a worker's facts with its picks added to the number of requests and of waiting
+        tokens."""
         self.forget_old(now)
         num = self._requests.get(facts.incarnation, 0)
         if not num:
@@ -141,8 +150,8 @@ class PickedPrompts:
         return replace(facts, requests=facts.requests + num, waiting_tokens=waiting)
 
     def forget_old(self, now: float) -> None:
-        """Forget picks whose request has not arrived in time, and the oldest if there are too
-        many."""
+        """Remove the picks whose request has not arrived within PICKED_S, and the oldest ones while
+        there are MAX_PICKS or more."""
         while self._open:
             oldest = next(iter(self._open.values()))
             if now - oldest.picked_at < PICKED_S and len(self._open) < MAX_PICKS:
@@ -163,7 +172,8 @@ class PickedPrompts:
 
 
 class _KnownBlocks(NamedTuple):
-    """The blocks of a prompt and their workers, for workers with the same hashes."""
+    """The chain hashes of a prompt's blocks, and how much of the prompt each worker has, for all
+    workers that compute the same hashes."""
 
     chain: list[bytes]
     # Cached and promised tokens, by incarnation of each worker that has any.
@@ -171,8 +181,8 @@ class _KnownBlocks(NamedTuple):
 
 
 class FactsOfWorkers:
-    """The placement policy's facts of workers for one prompt, which is hashed and looked up once
-    per kind of worker."""
+    """Facts about workers for one prompt, as the placement policy needs them. The prompt is hashed
+    and looked up only once for all workers with the same KV identity and block size."""
 
     def __init__(
         self,
@@ -192,13 +202,13 @@ class FactsOfWorkers:
         self._known: dict[tuple[bytes, int], _KnownBlocks] = {}  # by digest and block size
 
     def of(self, worker: Worker) -> WorkerFacts:
-        """Return the facts of one worker."""
+        """Return the facts about one worker for the prompt."""
         (facts,) = self.of_all([worker])
         return facts
 
     def of_all(self, workers: Iterable[Worker]) -> list[WorkerFacts]:
-        """Return the facts of each worker, in the order of the workers. Facts of a worker that has
-        no block of the prompt are the worker's own object, not a copy."""
+        """Return the facts about each worker for the prompt, in the order of `workers`. The facts
+        of a worker that has no block of the prompt are the worker's own object, not a copy."""
         all_facts = []
         kind: WorkerKind | None = None
         for worker in workers:
@@ -214,7 +224,8 @@ class FactsOfWorkers:
         return all_facts
 
     def chain(self, worker: Worker) -> list[bytes]:
-        """Return the chain hashes of the prompt's full blocks, as that worker computes them."""
+        """Return the chain hashes of the prompt's full blocks, as the given worker computes
+        them."""
         return self._of_kind(worker.kind).chain
 
     def _of_kind(self, kind: WorkerKind) -> _KnownBlocks:
@@ -226,8 +237,8 @@ class FactsOfWorkers:
         return blocks
 
     def _tokens(self, chain: list[bytes], size: int) -> dict[bytes, tuple[int, int]]:
-        """Return cached and promised tokens by incarnation, of each worker that has or verified any
-        of these blocks."""
+        """Return how many of the prompt's tokens are cached and how many are promised, by
+        incarnation of each worker that has any or has verified any. `size`: tokens in a block."""
         cached, promised = self._index.num_cached(chain), self._promised.num_promised(chain)
         result = {
             incarnation: (num * size, promised.get(incarnation, 0) * size)
@@ -248,8 +259,9 @@ def destination(
     mixing: Mixing,
     rng: Random,
 ) -> bytes | None:
-    """Return the cheapest other decode worker (its incarnation) that has room for a running
-    request's KV and can take it from its worker `source`, or None. `ids`: as in FactsOfWorkers."""
+    """Return the decode worker (its incarnation) to which a running request migrates best: the
+    cheapest other one that has room for the request's KV and can use the KV of `source`, its
+    present worker; None if no worker qualifies. `ids`: prompt and generated ids."""
     candidates = [
         other
         for other in workers

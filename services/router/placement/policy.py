@@ -1,19 +1,22 @@
-"""Placement policy: prompt and fleet view give a Decision. Pure: randomness is an argument.
+"""Placement policy: chooses a decode worker for a prompt, and a prefill worker if that pays
+(Decision). Pure: randomness is an argument.
 
-Costs are in prompt tokens still to be computed before the request's first token. Tokens of the
-request's prompt count WORK_RATIO times: a queue delays this request only, but recomputing what
-another worker has delays all requests behind it, and its KV evicts another prefix from a cache.
+A cost is a number of tokens to compute before the request's first token. Tokens of the request's
+own prompt count WORK_RATIO times as much as tokens queued before it: a queue delays this request
+only, but recomputing what another worker has cached delays all requests behind it, and the
+recomputed KV evicts another prefix from a cache.
 
-A long prompt always goes to a prefill worker. A short one does if that costs less, where the loss
-of decode's running streams counts as much as the wait of the request itself (`local_cost`,
-`remote_cost`): each token that decode computes delays every stream that it runs.
+A long prompt always goes to a prefill worker. A short one goes there only if that costs less than
+computing it at the decode worker (`remote_cost`, `local_cost`). In these two costs, the delay of
+the streams that the decode worker runs counts as much as the wait of the request itself, because
+each prompt token that decode computes delays every one of them.
 
-After a failed prefill, decode has a cached prefix, the blocks that it had verified. The cost of a
-decode worker includes it, so the same worker is chosen again unless it is much busier. The worker
-that recomputes least computes the rest: another prefill worker only if its cache covers all of the
-prefix but a quarter of the prompt (AGAIN_RATIO), else decode itself. So a prefill that fails at any
-point costs at most that quarter again, and decode computes a long rest only if every prefill worker
-would have to recompute a long beginning.
+After a failed prefill, the blocks that decode had verified remain in its cache. The cost of a
+decode worker takes them into account, so the same worker is chosen again unless it is much busier.
+The rest of the prompt is computed where least is recomputed: at another prefill worker if it would
+recompute at most a quarter of the prompt (AGAIN_RATIO) that decode has, otherwise at decode. So a
+prefill that fails at any point costs at most that quarter again, and decode computes a long rest
+only if every prefill worker would have to recompute a long beginning.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -49,7 +52,8 @@ SAME_WEIGHTS = Mixing(numerics=True)
 
 @dataclass(frozen=True, slots=True)
 class PromptFacts:
-    """What the placement policy needs to know of one request."""
+    """Facts about one request that the placement policy decides by: prompt length, and prefills
+    that have failed."""
 
     num_tokens: int  # prefix ids less the last: their KV must exist before the first decode row
     may_go_remote: bool = True  # prompt logprobs keep a request local
@@ -59,7 +63,8 @@ class PromptFacts:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The operator's settings of the placement policy."""
+    """The operator's settings of the placement policy: when a prefill worker computes a prompt, and
+    which workers may be combined."""
 
     remote_prefill: str = "auto"  # auto, always, never
     threshold: int = 512
@@ -69,8 +74,8 @@ class Rules:
 
     @property
     def min_shared_tokens(self) -> int:
-        """Minimum of tokens of another prompt's KV that are worth waiting for; as many as are worth
-        a hand-off."""
+        """Minimum number of tokens of another prompt's KV for which a request waits instead of
+        computing them; equal to the number that is worth a hand-off."""
         return 1 if self.remote_prefill == "always" else self.threshold
 
 
@@ -79,7 +84,8 @@ Refused = tuple[bytes, Difference]  # incarnation of a prefill worker, and the r
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The chosen workers (incarnations), and the reason."""
+    """Result of the placement policy: the chosen decode and prefill workers (incarnations), and the
+    reason."""
 
     decode: bytes
     prefill: bytes | None  # None: decode computes the prompt itself, if it does not wait
@@ -96,8 +102,8 @@ def decide(
     rules: Rules,
     rng: Random,
 ) -> Decision | None:
-    """Return the decode worker for a prompt, and a prefill worker if that pays; None without decode
-    workers."""
+    """Choose the decode worker for a prompt, and a prefill worker if that pays. Returns None if
+    there are no decode workers."""
     sharing = [
         w if w.promised_tokens <= w.cached_tokens else with_awaited(prompt, w, rules)
         for w in decodes
@@ -118,18 +124,20 @@ def decide(
 
 
 def missing_tokens(prompt: PromptFacts, worker: WorkerFacts) -> int:
-    """Return the number of the prompt's tokens that the worker has not cached."""
+    """Return how many of the prompt's tokens the worker has not cached."""
     return max(0, prompt.num_tokens - worker.cached_tokens)
 
 
 def with_awaited(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> WorkerFacts:
-    """Return the worker's facts as if KV in transfer that is worth waiting for were cached."""
+    """Return the worker's facts with KV that is in transfer counted as cached, if waiting for it
+    pays."""
     return worker.of_prompt(awaited_tokens(prompt, worker, rules), worker.promised_tokens)
 
 
 def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> int:
-    """Return the number of the prompt's tokens that the worker need not compute: cached ones, and
-    those in transfer if they are worth waiting for by decode's rule (decode/single_flight.py)."""
+    """Return how many of the prompt's tokens the worker need not compute: cached ones, and those in
+    transfer for other prompts if waiting for them pays by decode's rule
+    (decode/single_flight.py)."""
     shared = min(worker.promised_tokens, prompt.num_tokens) - worker.cached_tokens
     enough = shared >= max(rules.min_shared_tokens, worker.kind.layout.block_size)
     waits = enough and prompt.may_go_remote and 2 * shared >= missing_tokens(prompt, worker)
@@ -139,8 +147,8 @@ def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> in
 def decode_costs(
     prompt: PromptFacts, workers: Sequence[WorkerFacts], max_requests: float
 ) -> list[int]:
-    """Return the cost of a prompt at each decode worker. The cache of a worker with more than
-    `max_requests` requests is ignored."""
+    """Return the cost of a prompt at each decode worker, in the order of `workers`. Cached tokens
+    reduce the cost, except at a worker with more than `max_requests` requests."""
     # Inlines queue_cost and missing_tokens, since it runs for each worker and request.
     full_cost = WORK_RATIO * prompt.num_tokens
     costs = [w.waiting_tokens + ROW_TOKENS * w.requests + full_cost for w in workers]
@@ -151,36 +159,40 @@ def decode_costs(
 
 
 def prefill_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
-    """Return the cost of a prompt at a prefill worker: its queue and the rest of the prompt.
-    `credit`: whether its cache counts."""
+    """Return the cost of a prompt at a prefill worker: the worker's queue, and the tokens of the
+    prompt that it must compute. Cached tokens reduce the cost only if `credit` is set."""
     missing = missing_tokens(prompt, worker) if credit else prompt.num_tokens
     return waiting_tokens(worker) + WORK_RATIO * missing
 
 
 def queue_cost(worker: WorkerFacts) -> int:
-    """Return the cost queued before a new request at a decode worker."""
+    """Return the cost of the work at a decode worker before a new request: waiting prompt tokens
+    and running requests."""
     return worker.waiting_tokens + ROW_TOKENS * worker.requests
 
 
 def waiting_tokens(worker: WorkerFacts) -> int:
-    """Return the tokens queued before a new request at a prefill worker, which runs no rows."""
+    """Return the cost of the work at a prefill worker before a new request: its waiting prompt
+    tokens only, because it generates no tokens."""
     return worker.waiting_tokens
 
 
 def computed_again(prompt: PromptFacts, prefill: WorkerFacts, missing: int) -> int:
-    """Return the number of tokens that prefill would compute although decode has them; decode lacks
-    `missing` tokens."""
+    """Return how many tokens of the prompt the prefill worker would compute although decode has
+    them. `missing`: number of the prompt's tokens that decode lacks."""
     return max(0, missing_tokens(prompt, prefill) - missing)
 
 
 def local_cost(missing: int, decode: WorkerFacts) -> int:
-    """Return the cost if decode computes the prompt: this and all requests there wait for it."""
+    """Return the cost if the decode worker computes the `missing` tokens of the prompt: this
+    request and all requests that run at the worker wait for them."""
     return missing * (1 + decode.requests)
 
 
 def remote_cost(prompt: PromptFacts, prefill: WorkerFacts, decode: WorkerFacts) -> int:
-    """Return the cost if that prefill worker computes the prompt: its queue, bounded since the
-    shortest prompt comes first, and the hand-off, which the streams of decode wait for."""
+    """Return the cost if the prefill worker computes the prompt: its queue, the tokens that it must
+    compute, and the hand-off, which delays the streams of the decode worker. The queue counts up to
+    a bound, because a prefill worker computes its shortest prompt first."""
     new_tokens = missing_tokens(prompt, prefill)
     queue = min(prefill.waiting_tokens, CHUNK_TOKENS + prefill.requests * new_tokens)
     return queue + new_tokens + HANDOFF_TOKENS * (1 + decode.requests)
@@ -189,15 +201,16 @@ def remote_cost(prompt: PromptFacts, prefill: WorkerFacts, decode: WorkerFacts) 
 def pays(
     prompt: PromptFacts, missing: int, prefill: WorkerFacts, decode: WorkerFacts, rules: Rules
 ) -> bool:
-    """Return whether the `missing` tokens are worth a hand-off from that worker."""
+    """Return whether the prefill worker should compute the `missing` tokens of the prompt and hand
+    the KV over, instead of the decode worker computing them."""
     if rules.remote_prefill == "always" or missing >= rules.threshold:
         return True
     return remote_cost(prompt, prefill, decode) < local_cost(missing, decode)
 
 
 def pick_decode(prompt: PromptFacts, workers: Sequence[WorkerFacts], rng: Random) -> int | None:
-    """Return the position of the chosen decode worker, by power of two choices among the cheapest;
-    None without workers."""
+    """Return the position in `workers` of the decode worker chosen for the prompt: the less loaded
+    of two drawn among the cheapest. Returns None without workers."""
     costs = decode_costs(prompt, workers, max_balanced_requests(workers))
     return power_of_two(workers, costs, queue_cost, rng)
 
@@ -210,7 +223,9 @@ def pick_prefill(
     rules: Rules,
     rng: Random,
 ) -> tuple[WorkerFacts | None, str, tuple[Refused, ...]]:
-    """Return the prefill worker or None, the reason, and the workers incompatible with decode."""
+    """Choose a prefill worker for a prompt of which the decode worker lacks `missing` tokens.
+    Returns the prefill worker (None: decode computes the tokens), the reason, and the prefill
+    workers whose KV the decode worker cannot use."""
     if missing == 0:
         return None, "nothing to prefill", ()
     if rules.remote_prefill == "never":
@@ -250,9 +265,10 @@ def pick_prefill(
 
 
 def max_balanced_requests(workers: Collection[WorkerFacts]) -> float:
-    """Return the largest number of requests of a worker that counts as not much busier than others:
-    than the idlest quarter of workers (of up to four workers: the idlest one). A quarter, because
-    one worker that has just joined or become idle says nothing about the others."""
+    """Return the largest number of requests with which a worker still counts as not much busier
+    than the others; a busier one gets no credit for its cache. The comparison is with the idlest
+    quarter of the workers (of up to four workers: the idlest one), because a single worker that has
+    just joined or become idle says nothing about the others."""
     if not workers:
         return 0.0
     requests = sorted([w.requests for w in workers])
@@ -265,8 +281,9 @@ def power_of_two(
     queue_of: Callable[[WorkerFacts], int],
     rng: Random,
 ) -> int | None:
-    """Return the position of the less loaded of two workers drawn among those as good as the best
-    (Mitzenmacher, 2001); None without workers. `queue_of`: the queued part of a cost."""
+    """Return the position in `workers` of the less loaded of two workers, drawn at random among
+    those about as cheap as the cheapest (power of two choices; Mitzenmacher, 2001). Returns None
+    without workers. `queue_of`: returns the queued part of a worker's cost."""
     if not workers:
         return None
     min_cost = min(costs)
@@ -282,6 +299,6 @@ def power_of_two(
 
 
 def spread(queue: int) -> float:
-    """Return by how much the cost of a worker may exceed the lowest cost for the worker to count as
-    equally good. `queue`: the queued part of the lowest cost."""
+    """Return by how much the cost of a worker may exceed the lowest cost so that the worker still
+    counts as equally good. `queue`: the queued part of the lowest cost."""
     return max(SPREAD_RATIO * queue, SPREAD_TOKENS)

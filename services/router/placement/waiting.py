@@ -1,4 +1,5 @@
-"""Requests that wait for a worker, each for one reason, and the bound on recomputation; pure.
+"""Queue of requests that wait for a worker, each for one reason, and the bound on how many requests
+are recomputed at once; pure.
 
 The requests of one tenant wait in order of priority and arrival; tenants take turns.
 """
@@ -16,7 +17,7 @@ RequestT = TypeVar("RequestT", bound=Hashable)
 
 
 class WaitReason(Enum):
-    """Why a request waits."""
+    """Why a request waits instead of running on a worker."""
 
     TURN = "turn"  # every worker of its model is busy, or others are before it
     BUDGET = "budget"  # it has tokens, and too many requests are being recomputed now
@@ -24,20 +25,20 @@ class WaitReason(Enum):
 
 
 class WaitingRequest(Protocol):
-    """What the queue needs of a request."""
+    """Interface of a request in the WaitingQueue: what the queue must know of it."""
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Its priority and order of arrival, kept over retries; unique. The lowest of a tenant
-        comes first."""
+        """Priority and arrival number of the request; unique, and kept over retries. Of a tenant's
+        requests, the one with the lowest rank comes first."""
 
     @property
     def pool(self) -> tuple[str, str]:
-        """The model and the tokenizer whose workers it waits for."""
+        """Model and tokenizer of the request, which waits for a worker with both."""
 
     @property
     def tenant(self) -> bytes:
-        """The id of its tenant."""
+        """Id of the tenant that sent the request."""
 
 
 R = TypeVar("R", bound=WaitingRequest)
@@ -46,11 +47,12 @@ _Line = tuple[WaitReason, tuple[str, str], bytes]  # reason, pool and tenant
 
 
 class WaitingQueue(Generic[R]):
-    """Requests that wait, in one queue for each reason, pool and tenant. A request is in at most
-    one of them."""
+    """Requests that wait for a worker, in a separate line for each reason, pool (model and
+    tokenizer) and tenant. A request is in at most one line."""
 
     def __init__(self, max_waiting: int = sys.maxsize) -> None:
-        """`max_waiting`: bound on waiting requests; `has_room` gives each tenant a share of it."""
+        """Construct an empty queue. `max_waiting`: maximum number of waiting requests, of which
+        `has_room` gives each tenant a share."""
         self._share = FairShare(max_waiting)
         # Non-empty heaps; the line whose turn is next comes first.
         self._lines: dict[_Line, list[_Entry[R]]] = {}
@@ -63,32 +65,34 @@ class WaitingQueue(Generic[R]):
         return iter(self._since)
 
     def has_room(self, tenant: bytes) -> bool:
-        """Return whether a new request of the tenant may wait."""
+        """Return whether a new request of the tenant may wait, or the tenant's share of the queue
+        is full."""
         return self._share.has_room(tenant)
 
     def num(self, reason: WaitReason) -> int:
-        """Return the number of requests that wait for that reason."""
+        """Return the number of requests that wait for the given reason."""
         return sum(
             len(line) for (line_reason, *_), line in self._lines.items() if line_reason is reason
         )
 
     @property
     def pools(self) -> list[tuple[str, str]]:
-        """The pools of which a request waits for its turn."""
+        """The pools (model and tokenizer) of the requests that wait for their turn at a worker."""
         return list(
             dict.fromkeys(pool for reason, pool, _ in self._lines if reason is WaitReason.TURN)
         )
 
     def head(self, pool: tuple[str, str]) -> R | None:
-        """Return the request of the pool whose turn is next."""
+        """Return the request that is next in turn among those of the pool, or None if none waits
+        for its turn."""
         for (reason, line_pool, _), line in self._lines.items():
             if reason is WaitReason.TURN and line_pool == pool:
                 return line[0][1]
         return None
 
     def of(self, reason: WaitReason) -> list[R]:
-        """Return all requests that wait for that reason: tenants in turn, each tenant's lowest rank
-        first."""
+        """Return all requests that wait for the given reason, in the order in which to begin them:
+        tenants in turn, each tenant's lowest rank first."""
         entries_by_tenant: dict[bytes, list[_Entry[R]]] = {}
         for (line_reason, _, tenant), line in self._lines.items():
             if line_reason is reason:
@@ -100,11 +104,12 @@ class WaitingQueue(Generic[R]):
         return [queue.pop() for _ in range(len(queue))]
 
     def since(self, request: R) -> float:
-        """Return when the request began to wait."""
+        """Return the time at which the waiting request began to wait."""
         return self._since[request][1]
 
     def add(self, request: R, reason: WaitReason, now: float) -> None:
-        """Add a request at the position of its rank; it may be waiting already."""
+        """Add a request to the line for the given reason, by its rank. A request that waits already
+        is moved."""
         self.remove(request)
         line = self._lines.setdefault((reason, request.pool, request.tenant), [])
         heapq.heappush(line, (request.rank, request))
@@ -112,7 +117,8 @@ class WaitingQueue(Generic[R]):
         self._share.take(request.tenant)
 
     def remove(self, request: R) -> None:
-        """Remove a request, whose tenant has had its turn; no effect if it does not wait."""
+        """Remove a request from the queue, which ends the turn of its tenant; no effect if the
+        request does not wait."""
         removed = self._since.pop(request, None)
         if removed is None:
             return
@@ -130,12 +136,12 @@ class WaitingQueue(Generic[R]):
 
 
 class RecomputeBudget(Generic[RequestT]):
-    """Bounds how many running requests change their worker at once.
+    """Bound on how many running requests change their worker at once.
 
-    When a decode worker dies, all its requests must be prefilled elsewhere, prompt and response.
-    All at once they would delay what runs there, so only a share of the running requests changes at
-    a time: at most max(1, SHARE of them). Migrations with KV count too, since a copy takes memory
-    bandwidth on both sides.
+    When a decode worker dies, other workers must prefill all its requests again, prompt and
+    response. All at once would delay the requests that run at those workers, so only a share of the
+    running requests changes at a time: at most max(1, SHARE of them). Migrations with KV count too,
+    since copying KV takes memory bandwidth on both workers.
     """
 
     def __init__(self) -> None:
@@ -145,37 +151,38 @@ class RecomputeBudget(Generic[RequestT]):
 
     @property
     def num_under_way(self) -> int:
-        """Number of running requests that are being recomputed."""
+        """Number of running requests that are being recomputed now."""
         return len(self._recomputed)
 
     @property
     def has_room(self) -> bool:
-        """Whether one more may begin."""
+        """Whether the recomputation or migration of one more request may begin."""
         under_way = len(self._recomputed) + len(self._migrating)
         return under_way < max(1, int(SHARE * len(self._running)))
 
     def runs(self, request: RequestT) -> None:
-        """Count a request that has tokens, and end its recomputation if there was one."""
+        """Record that a request has generated tokens, which ends its recomputation if there was
+        one."""
         self._running.add(request)
         self._recomputed.discard(request)
 
     def recompute_begun(self, request: RequestT) -> None:
-        """Count a running request that is being recomputed."""
+        """Record that the recomputation of a running request has begun."""
         self._recomputed.add(request)
 
     def recompute_over(self, request: RequestT) -> None:
-        """The recomputation has ended, whatever its result."""
+        """Record that the recomputation of a request has ended, whatever its result."""
         self._recomputed.discard(request)
 
     def migration_begun(self, request: RequestT) -> None:
-        """Count a request that migrates to another worker with its KV."""
+        """Record that a request has begun to migrate to another worker with its KV."""
         self._migrating.add(request)
 
     def migration_over(self, request: RequestT) -> None:
-        """The migration has ended, whatever its result."""
+        """Record that the migration of a request has ended, whatever its result."""
         self._migrating.discard(request)
 
     def forget(self, request: RequestT) -> None:
-        """Forget a request that has ended."""
+        """Stop counting a request that has ended."""
         self._running.discard(request)
         self._recomputed.discard(request)

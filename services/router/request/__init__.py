@@ -1,4 +1,5 @@
-"""One request in the router: its state machine, and the shell that carries its actions out."""
+"""One request in the router: its state machine, the object that carries out the machine's actions,
+and the placement and migration of requests."""
 
 from pdserve.services.router.request.actions import FailureReason
 from pdserve.services.router.request.effects import Assignment, Client

@@ -1,4 +1,4 @@
-"""Interfaces through which a request acts on the rest of the router."""
+"""Interfaces through which a request acts on its client and on the rest of the router."""
 
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -16,27 +16,28 @@ RequestT = TypeVar("RequestT", contravariant=True)
 
 
 class Client(Protocol):
-    """Where a request came from: a gateway's session or one Generate call."""
+    """Interface to the origin of a request: a gateway's session or one Generate call."""
 
     @property
     def key(self) -> bytes:
-        """Key within which request ids are unique."""
+        """Key of the client. Request ids are unique among the requests of one key."""
 
     def put(self, event: RequestEvent) -> None:
-        """Queue an event for the client; never blocks."""
+        """Queue an event to be sent to the client; never blocks."""
 
     @property
     def reads_rows(self) -> bool:
-        """Whether it accepts `put_token`; never changes."""
+        """Whether the client accepts tokens as rows, the compact form (`put_token`); never
+        changes."""
 
     def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
-        """Take a token without log-probabilities of an unfinished choice. Returns False unless it
-        `reads_rows`."""
+        """Queue a token of an unfinished choice, without log-probabilities, to be sent to the
+        client as a row. Returns False if the client does not accept rows."""
 
 
 @dataclass(eq=False, slots=True)
 class Assignment:
-    """The workers of an attempt, and the ids that they compute."""
+    """The workers of one attempt, and the ids whose KV they compute."""
 
     id: bytes
     decode: Worker
@@ -50,43 +51,50 @@ class Assignment:
 
 
 class Effects(Protocol[RequestT]):
-    """What a request does to the rest of the router; the dispatcher implements it."""
+    """Interface through which a request acts on the rest of the router; the Dispatcher implements
+    it."""
 
     def emit(self, request: RequestT, event: RequestEvent) -> None:
-        """Send an event to the client."""
+        """Send an event of the request to its client."""
 
     def place(self, request: RequestT, now: float) -> None:
-        """Begin an attempt now, or queue the request in order of arrival."""
+        """Begin an attempt of the request now, or queue the request in order of arrival."""
 
     def find(self, incarnation: bytes) -> Worker | None:
-        """Return the worker with this incarnation if commands can be sent to it."""
+        """Return the worker with this incarnation if commands can be sent to it now, otherwise
+        None."""
 
     def reach(self, incarnation: bytes, now: float) -> Reachability:
-        """Return whether commands can be sent to the worker now, or may be possible soon."""
+        """Return whether commands can be sent to the worker with this incarnation: now, perhaps
+        soon, or not."""
 
     def send(self, worker: Worker, command: Command) -> None:
-        """Send a command; dropped if the session is down."""
+        """Send a command to a worker. While the session with the worker is down, commands are
+        dropped, except cancels of whole attempts."""
 
     def opened(
         self, request: RequestT, attempt: Assignment, action: OpenAttempt, now: float
     ) -> None:
-        """Route messages of this attempt to the request."""
+        """Route workers' messages about a new attempt to the request, and count the attempt's
+        work."""
 
     def stepped(self, request: RequestT, transition: Transition, now: float) -> None:
-        """Update counters after a step of its state machine, before its actions."""
+        """Update the router's counters after a step of the request's state machine, before the
+        actions of the step are carried out."""
 
     def closed(self, request: RequestT, attempt: Assignment, lost: str) -> None:
-        """Stop routing messages of this attempt to the request. `lost`: why it was dropped."""
+        """Stop routing workers' messages about an attempt to the request. `lost`: why the attempt
+        was dropped, or empty."""
 
     def waited(self, request: RequestT, seconds: float) -> None:
-        """Record the time from the request's arrival to the attempt that produced its first
-        token."""
+        """Record the seconds from the request's arrival to the beginning of the attempt that
+        produced its first token."""
 
     def count_prefill(self, remote: bool) -> None:
-        """Count a prompt computed by a prefill worker (`remote`) or by a decode worker."""
+        """Count a prompt that a prefill worker (`remote`) or a decode worker has computed."""
 
     def ended(
         self, request: RequestT, now: float, error: ServiceError | None, served: bool
     ) -> None:
-        """Forget a request after its terminal event. `served`: a decode worker still keeps its last
-        events."""
+        """Forget a request after its terminal event. `error`: its error or None; `served`: whether
+        a decode worker still keeps its last events."""

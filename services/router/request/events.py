@@ -1,7 +1,7 @@
 """Events of a request in the router, as plain data: the inputs of the state machine (machine.py).
 
-Workers and attempts are named by id only. An event caused by a worker names its attempt and counts
-only while the machine has that attempt.
+Workers and attempts are named by id only. An event that a worker's message causes names its
+attempt, and is ignored unless the state machine has that attempt.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ from pdserve.services.router.request.actions import FailureReason
 
 
 class Reachability(Enum):
-    """Whether commands can be sent to a worker that the request needs."""
+    """Whether commands can be sent to a worker that the request needs: now, perhaps soon, or
+    not."""
 
     YES = "yes"
     NOT_YET = "not yet"  # it may still join, or its session is being reopened
@@ -23,26 +24,28 @@ class Reachability(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RoutingEvent:
-    """An event of a request; those of the client and the dispatcher derive from it directly."""
+    """Base class of all events of a request. Events of the client and of the dispatcher derive from
+    it directly."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEvent(RoutingEvent):
-    """A message of a worker about an attempt."""
+    """Base class of the events that are a worker's message about an attempt."""
 
     attempt: bytes
 
 
 class DecodeEvent(WorkerEvent):
-    """A message of a decode worker."""
+    """Base class of the events that are a decode worker's message about an attempt."""
 
 
 class OutputEvent(DecodeEvent):
-    """A message of a decode worker with output, or with its end."""
+    """Base class of the decode worker's messages that bring output of an attempt or report that it
+    has finished."""
 
 
 class PrefillEvent(WorkerEvent):
-    """A message of a prefill worker."""
+    """Base class of the events that are a prefill worker's message about an attempt."""
 
 
 # --- events of the client and the dispatcher
@@ -50,15 +53,16 @@ class PrefillEvent(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class Submitted(RoutingEvent):
-    """The router has taken the request. `decode`: reachability of the decode worker that its Start
-    names; None if it names none."""
+    """Event: the router has accepted the request. `decode`: whether the decode worker that the
+    request's Start names can be reached; None if the Start names none."""
 
     decode: Reachability | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptBegun(RoutingEvent):
-    """The placement policy chose workers. `prefill` is empty if decode computes the prompt."""
+    """Event: the placement policy has chosen workers for a new attempt. `prefill` is empty if
+    decode computes the prompt."""
 
     attempt: bytes
     decode: bytes
@@ -68,43 +72,47 @@ class AttemptBegun(RoutingEvent):
 
 
 class Queued(RoutingEvent):
-    """No worker can take the request now: it waits, after which it may try every worker again."""
+    """Event: no worker can take the request now, so it waits in the queue; afterwards it may try
+    every worker again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reissued(RoutingEvent):
-    """The client issued the request again under a higher epoch, and that issue continues it.
-    `same_progress`: its Start holds exactly the ids that this request has."""
+    """Event: the client has issued the request again under a higher epoch, and that issue continues
+    the request. `same_progress`: whether the new Start holds exactly the generated ids of this
+    one."""
 
     same_progress: bool
 
 
 class RequestCancelled(RoutingEvent):
-    """The client cancelled the whole request."""
+    """Event: the client has cancelled the whole request."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoicesCancelled(RoutingEvent):
-    """The client cancelled some choices. `complete`: every choice has ended now."""
+    """Event: the client has cancelled some choices of the request. `complete`: whether every choice
+    has ended now."""
 
     choices: tuple[int, ...]
     complete: bool
 
 
 class ClientLeft(RoutingEvent):
-    """The session of the client ended."""
+    """Event: the session of the request's client has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRefused(RoutingEvent):
-    """The dispatcher ends the request with this error."""
+    """Event: the dispatcher refuses the request, or ends it while it waits, with this error."""
 
     error: FailureReason | Exception
 
 
 @dataclass(frozen=True, slots=True)
 class TimePassed(RoutingEvent):
-    """Time has passed. The fields say whether the request's workers can be reached."""
+    """Event: time has passed. `decode` and `prefill`: whether the request's workers can be reached
+    now."""
 
     decode: Reachability = Reachability.NO
     prefill: Reachability = Reachability.NO
@@ -112,8 +120,8 @@ class TimePassed(RoutingEvent):
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost(RoutingEvent):
-    """A worker died or froze (`crashed`), or only the session with it broke and the messages in
-    flight are lost. `forgotten`: the fleet has removed the worker."""
+    """Event: a worker died or froze (`crashed`), or only the session with it broke, which loses the
+    messages in flight. `forgotten`: whether the fleet has removed the worker."""
 
     worker: bytes
     reason: str
@@ -123,7 +131,8 @@ class WorkerLost(RoutingEvent):
 
 @dataclass(frozen=True, slots=True)
 class MigrationBegun(RoutingEvent):
-    """The running request is to migrate to another decode worker with its KV."""
+    """Event: the router has chosen the running request to migrate, with its KV, to the decode
+    worker `target`."""
 
     target: bytes
 
@@ -133,23 +142,25 @@ class MigrationBegun(RoutingEvent):
 
 @dataclass(frozen=True, slots=True)
 class AdmitAccepted(DecodeEvent):
-    """Admitted: decode has promised blocks. With a ticket it waits for a remote prefill."""
+    """Message Admitted: decode has accepted the attempt. With a ticket, it has promised blocks for
+    KV that another worker sends."""
 
     ticket: bool
     follows: bool = False  # it waits for KV in transfer there for another prompt
 
 
 class AdmitRefused(DecodeEvent):
-    """Busy: decode has no room now."""
+    """Message Busy: decode refuses the attempt, because it has no room now."""
 
 
 class AttemptUnknown(DecodeEvent):
-    """Gone: decode does not know the attempt."""
+    """Message Gone: decode does not know the attempt, or no longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeAccepted(DecodeEvent):
-    """Resumed: the attempt belongs to this session, and decode repeats its earlier messages."""
+    """Message Resumed: the attempt belongs to this session from now on, and decode sends the output
+    that the router lacks again."""
 
     epoch: int
     ticket: bool  # its KV is still awaited ...
@@ -160,35 +171,38 @@ class ResumeAccepted(DecodeEvent):
 
 @dataclass(frozen=True, slots=True)
 class TokensReceived(OutputEvent):
-    """Ids arrived that continue the response. The flags describe the request after them."""
+    """Event: token ids that continue the response have arrived. `begun` and `complete` describe the
+    request after them."""
 
     begun: bool  # some choice has ids
     complete: bool  # every choice has ended
 
 
 class ScoresReceived(OutputEvent):
-    """Log-probabilities of the prompt arrived."""
+    """Event: log-probabilities of the prompt's tokens have arrived."""
 
 
 class EmbeddingReceived(OutputEvent):
-    """The embedding of the prompt arrived, which is the whole response."""
+    """Event: the embedding of the prompt has arrived, which is the whole response."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputMissing(OutputEvent):
-    """Ids or prompt log-probabilities arrived, but earlier ones are missing."""
+    """Event: token ids (`tokens`) or prompt log-probabilities have arrived, but earlier ones are
+    missing, so the attempt is lost."""
 
     reason: str
     tokens: bool
 
 
 class AttemptFinished(OutputEvent):
-    """Every choice has ended at decode."""
+    """Message Finished: every choice of the attempt has ended at decode."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed(DecodeEvent):
-    """Decode refused or failed the attempt. `elsewhere`: another worker may still take it."""
+    """Message Failed: decode has refused the attempt, or has failed while it ran. `elsewhere`:
+    whether another worker may still take the request."""
 
     error: Exception
     elsewhere: bool = False
@@ -196,26 +210,30 @@ class AttemptFailed(DecodeEvent):
 
 @dataclass(frozen=True, slots=True)
 class KvLost(DecodeEvent):
-    """HandoffLost: decode stopped waiting for the KV and has freed its blocks."""
+    """Message HandoffLost: decode has stopped waiting for the attempt's KV and has freed its
+    blocks."""
 
     reason: str
 
 
 class WaitEnded(DecodeEvent):
-    """Attached: the KV of the other prompt is there, so decode may compute from now on."""
+    """Message Attached: the KV of another prompt, for which the attempt waited, has arrived at
+    decode, which may compute the attempt from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitFailed(DecodeEvent):
-    """PlaceAgain: decode waited for another prompt's KV, but it did not come; no work began."""
+    """Message PlaceAgain: the attempt waited at decode for another prompt's KV, but cannot continue
+    there. It has ended before any work began, and the request must be placed again."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class SourceHeld(DecodeEvent):
-    """Held: the source of a migration is frozen. `complete`: the router has all of its ids.
-    `target_attempt`: the id for the attempt at the target."""
+    """Message Held: the source of a migration has frozen the attempt. `complete`: whether the
+    router has all ids that the source generated. `target_attempt`: id for the attempt at the
+    target."""
 
     complete: bool
     target_attempt: bytes
@@ -223,14 +241,15 @@ class SourceHeld(DecodeEvent):
 
 @dataclass(frozen=True, slots=True)
 class SourceMoved(DecodeEvent):
-    """Moved: the attempt has ended at the source, and attempt `to` has its KV."""
+    """Message Moved: the attempt has ended at the source of a migration, and attempt `to` at the
+    target has its KV."""
 
     to: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SourceStayed(DecodeEvent):
-    """Stayed: the migration failed, and the attempt continues at the source."""
+    """Message Stayed: the migration has failed, and the attempt continues at its source."""
 
     reason: str
 
@@ -239,25 +258,26 @@ class SourceStayed(DecodeEvent):
 
 
 class PrefillStarted(PrefillEvent):
-    """PrefillAccepted: the prefill worker has the prompt."""
+    """Message PrefillAccepted: the prefill worker has accepted the attempt's prompt."""
 
 
 class PrefillSent(PrefillEvent):
-    """PrefillDone: decode has verified every block."""
+    """Message PrefillDone: the prefill worker has sent the attempt's KV, and decode has verified
+    every block."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded(PrefillEvent):
-    """The prefill failed or never began. `at_fault`: it counts among the failures after which
-    decode computes the prompt itself."""
+    """Event: the prefill of the attempt has failed or never began. `at_fault`: whether it counts
+    among the failures after which decode computes the prompt itself."""
 
     reason: str
     at_fault: bool = True
 
 
 def of_decode(kind: str, message: Any) -> DecodeEvent:
-    """Convert a self-contained event of a decode session; `kind` is its name in the proto. Raises
-    ValueError for any other event."""
+    """Convert a decode worker's message that needs no other data to an event. `kind`: name of the
+    message's field in the proto. Raises ValueError for any other kind of message."""
     attempt = message.attempt
     match kind:
         case "admitted":
@@ -281,11 +301,14 @@ def of_decode(kind: str, message: Any) -> DecodeEvent:
             return SourceMoved(attempt, message.to)
         case "stayed":
             return SourceStayed(attempt, message.reason)
-    raise ValueError(f"unexpected event of a decode worker: {kind}")
+    raise ValueError(
+        f"no conversion for the message {kind} of a decode worker: it needs other data"
+    )
 
 
 def of_prefill(kind: str, message: Any) -> PrefillEvent:
-    """Convert an event of a prefill session; `kind` is its name in the proto."""
+    """Convert a prefill worker's message to an event. `kind`: name of the message's field in the
+    proto."""
     attempt = message.attempt
     match kind:
         case "accepted":

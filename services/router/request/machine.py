@@ -22,10 +22,10 @@ A migration to another decode worker with the KV is a sub-state (migration_machi
 or, if the session with the source is lost meanwhile, of SEEKING and RESUMING.
 
 Invariants: one terminal action (SendFinished or SendFailed; none after Reissued) accompanies the
-transition into ENDED, and no event leaves ENDED. At most one attempt counts: the source's until the
-single switch to the target's. Every other attempt is closed, and cancelled on each worker that may
-still run it. Each attempt counts towards MAX_ATTEMPTS unless decode refused it. Only this module
-writes the stage.
+transition into ENDED, and no event leaves ENDED. The output of only one attempt counts at a time:
+during a migration that of the attempt at the source, until the single switch to the one at the
+target. Every other attempt is closed, and cancelled on each worker that may still run it. Each
+attempt counts towards MAX_ATTEMPTS unless decode refused it. Only this module writes the stage.
 """
 
 from dataclasses import replace
@@ -58,7 +58,8 @@ SENDER_S = 1.5  # after a source's death: decode finds a silent sender in 1 s
 def step(
     state: Routing, event: on.RoutingEvent, now: float
 ) -> tuple[Routing, tuple[do.RoutingAction, ...]]:
-    """Return the next state and the actions to carry out. Accepts any event in any state."""
+    """Apply an event to the state of a request. Returns the next state and the actions to carry
+    out. Accepts any event in any state; an ended request ignores all events."""
     if state.stage is Stage.ENDED:
         return state, ()
     transition = _Step(state, now)
@@ -96,7 +97,7 @@ def step(
 
 
 class _Step:
-    """One step in progress: the state and the actions so far."""
+    """One step of the state machine while it is computed: the state and the actions so far."""
 
     def __init__(self, state: Routing, now: float) -> None:
         self.state = state
@@ -124,7 +125,8 @@ class _Step:
             self.seek(event.decode)
 
     def begin(self, event: on.AttemptBegun) -> None:
-        """Send Admit to the chosen decode worker."""
+        """Begin an attempt on the chosen workers: open it, announce its placement, and send Admit
+        to decode. Ignored unless the request is queued."""
         if self.state.stage is not Stage.QUEUED:
             return
         attempt = Attempt(
@@ -142,8 +144,8 @@ class _Step:
         self.act(do.AnnouncePlacement(attempt.id))
 
     def admitted(self, attempt: Attempt, event: on.AdmitAccepted) -> None:
-        """Enter PREFILLING or RUNNING: decode has promised blocks and chosen who computes the
-        prompt."""
+        """Process that decode has accepted the attempt: enter PREFILLING and start the prefill if
+        decode waits for KV of the prefill worker, otherwise enter RUNNING."""
         if self.state.stage is not Stage.ADMITTING:
             return
         self.set(refused=frozenset())
@@ -164,14 +166,16 @@ class _Step:
         self.act(do.SendPrefillStart(self.state.attempt.id, prefill))
 
     def busy(self) -> None:
-        """Decode has no room or does not answer: try the next candidate, or queue."""
+        """Try another decode worker, or queue the request, after one had no room or did not answer
+        Admit."""
         attempt = self.state.attempt
         if attempt is not None and self.state.stage is Stage.ADMITTING:
             self.set(refused=self.state.refused | {attempt.decode})
             self.not_tried("busy")
 
     def not_tried(self, reason: str) -> None:
-        """Close an attempt that ended on every worker before any work began."""
+        """Close an attempt that ended on every worker before any work began, and place the request
+        again. The attempt does not count towards MAX_ATTEMPTS."""
         # An adopted attempt was not counted.
         self.set(num_attempts=max(0, self.state.num_attempts - 1))
         self.close(reason)
@@ -181,8 +185,9 @@ class _Step:
             self.act(do.Place())
 
     def retry(self, reason: str) -> None:
-        """Cancel a lost attempt where it may still run, and try again with the ids received so
-        far."""
+        """Give up a lost attempt: cancel it where it may still run, and place the request again
+        with the ids received so far. Ends the request instead if all choices have ended, or if it
+        has reached MAX_CRASHES or MAX_ATTEMPTS."""
         self.act(do.LogLoss(reason))
         if self.state.queue_deadline is not None:  # it had its turn, so its wait starts again
             self.set(queue_deadline=self.now + self.state.queue_s)
@@ -198,7 +203,7 @@ class _Step:
             self.act(do.Place())
 
     def cancel_attempt(self) -> None:
-        """Cancel the attempt at the workers that may still run it."""
+        """Cancel the current attempt at each worker that may still run it."""
         attempt = self.state.attempt
         if attempt is None:
             return
@@ -216,7 +221,8 @@ class _Step:
             self.drop_migration("the attempt at the source ended")
 
     def prefill_lost(self, reason: str, at_fault: bool = True) -> None:
-        """Handle a failure of the prefill side; no effect once the KV is known to be complete."""
+        """Retry the request after a failure of the prefill worker or of the hand-off; no effect
+        once the KV is known to be complete. `at_fault`: whether to count a prefill failure."""
         attempt = self.state.attempt
         if attempt is None or not attempt.prefill or attempt.filled:
             return
@@ -229,7 +235,8 @@ class _Step:
     # --- ends
 
     def finish_here(self) -> None:
-        """Finish a request whose choices have all ended without a worker to report it."""
+        """Finish a request all of whose choices have ended, without waiting for a worker's
+        report."""
         self.act(do.SendFinished())
         self.set(stage=Stage.ENDED)
 
@@ -241,9 +248,10 @@ class _Step:
         self.set(stage=Stage.ENDED)
 
     def reissued(self, same_progress: bool) -> None:
-        """End without an event, since the client issued the request again. An attempt that decode
-        has admitted keeps running, and the new issue finds it by its placement. If decode has yet
-        to answer the Admit and the new issue holds the same ids, it takes over the attempt."""
+        """End this issue of the request without an event, since the client issued the request
+        again. An attempt that decode has admitted keeps running, and the new issue finds it by its
+        placement. If decode has yet to answer the Admit and the new issue holds the same ids, the
+        new issue takes the attempt over. Otherwise the attempt is cancelled."""
         attempt = self.state.attempt
         admitting = self.state.stage is Stage.ADMITTING
         if attempt is not None and admitting and same_progress:
@@ -308,8 +316,9 @@ class _Step:
             self.prefill_lost(event.reason)
 
     def seek_again(self, attempt: Attempt, worker: bytes) -> bool:
-        """Wait for the session with a live worker to return. Returns False if the attempt cannot
-        continue. Decode keeps what it has admitted, and prefill needs no session."""
+        """Keep an attempt after the session with a worker that lives has broken, until the session
+        returns. Returns False if the attempt cannot continue. Decode keeps an attempt that it has
+        admitted, and a prefill worker sends the KV without a session."""
         if attempt.decode == worker and self.state.stage is not Stage.ADMITTING:
             self.set(stage=Stage.SEEKING, seek_start=self.now)
             return self.state.num_sessions + 1 < MAX_SESSIONS
@@ -319,7 +328,8 @@ class _Step:
         return False
 
     def seek(self, decode: Reachability) -> None:
-        """Send Resume if the decode worker can be reached; retry if it cannot be in time."""
+        """Send Resume if the attempt's decode worker can be reached now, wait if it may be soon,
+        and retry the request on other workers if it cannot be reached in time."""
         state = self.state
         self.set(stage=Stage.SEEKING)
         if decode is Reachability.YES:
@@ -342,7 +352,8 @@ class _Step:
             self.retry("the decode worker cannot be reached")
 
     def resumed(self, attempt: Attempt, event: on.ResumeAccepted) -> None:
-        """Continue the attempt in this session; decode sends what the client lacks."""
+        """Continue the attempt in this session after decode has accepted Resume; decode then sends
+        the output that the client lacks."""
         if self.state.stage is not Stage.RESUMING or event.epoch != self.state.session_epoch:
             return
         self.set(num_resumed=self.state.num_resumed + 1)
@@ -358,7 +369,8 @@ class _Step:
             self.seek_prefill(event.reachable)
 
     def seek_prefill(self, prefill: Reachability) -> None:
-        """Send PrefillStart again if the prefill worker can be reached; retry if it cannot be."""
+        """Send PrefillStart again if the attempt's prefill worker can be reached now, wait if it
+        may be soon, and retry the request on other workers if it cannot be reached."""
         assert self.state.attempt is not None
         sender = self.state.attempt.sending_prefill  # empty for a migration's target
         if prefill is Reachability.YES and sender:
@@ -432,7 +444,8 @@ class _Step:
                 self.set(stage=Stage.ENDED)
 
     def failed(self, event: on.AttemptFailed) -> None:
-        """End the request, unless another worker may still take it."""
+        """End the request with the error of a failed attempt, or try another worker if one may
+        still take it."""
         if self.state.stage is Stage.RESUMING:
             return
         self.set_attempt(decode_over=True)
@@ -460,7 +473,9 @@ class _Step:
             self.act(do.SendHold(source.id))
 
     def take_for_migration(self, event: on.DecodeEvent) -> bool:
-        """Apply a message of decode to the migration. Returns whether it concerns only that."""
+        """Apply a decode worker's message to the migration under way. Returns whether the message
+        needs no further processing, because it concerns only the migration or an attempt that is
+        over."""
         migration, source = self.state.migration, self.state.attempt
         if migration is not None and source is not None and migration.is_target(event.attempt):
             self.advance(migration_machine.of_target(migration, source, event))
@@ -494,7 +509,8 @@ class _Step:
             self.migration_failed(result)
 
     def switch(self, migration: Migration) -> None:
-        """Replace the source's attempt by the target's, whose output counts from now on."""
+        """Complete a migration: replace the attempt at the source by the one at the target, whose
+        output counts from now on."""
         source, attempt = self.state.attempt, migration.attempt
         assert source is not None
         assert attempt is not None
@@ -508,7 +524,8 @@ class _Step:
         self.act(do.RepeatAborts(attempt.id))
 
     def migration_failed(self, result: migration_machine.MigrationResult) -> None:
-        """Continue at the source after a failed migration."""
+        """End a failed migration: the request continues at the source, and may not migrate again at
+        once."""
         self.set(
             num_failed_migrations=self.state.num_failed_migrations + 1,
             next_migration=self.now + MIGRATION_PAUSE_S,
@@ -518,7 +535,8 @@ class _Step:
             self.act(do.SendStay(self.state.attempt.id))
 
     def drop_migration(self, reason: str) -> None:
-        """Forget the migration and end its attempt at the target."""
+        """Forget the migration under way and cancel its attempt at the target; no effect without a
+        migration."""
         migration = self.state.migration
         if migration is None:
             return
@@ -529,7 +547,8 @@ class _Step:
             self.act(do.CloseAttempt(migration.attempt.id, reason))
 
     def sender_tick(self) -> None:
-        """Retry if the migration's source died and the target may have received nothing from it."""
+        """Retry the request if the source of its migration died SENDER_S ago and the target has
+        produced nothing since, because the target may have received no KV."""
         attempt = self.state.attempt
         if attempt is None or attempt.sender_died is None:
             return
@@ -540,5 +559,6 @@ class _Step:
 
 
 def taken_over(state: Routing, attempt: Attempt) -> Routing:
-    """Return the state of a new issue of a request that awaits the answer to an earlier Admit."""
+    """Return the state of a new issue of a request that takes over an attempt of the previous
+    issue, whose Admit decode has yet to answer."""
     return replace(state, attempt=attempt, num_attempts=1, stage=Stage.ADMITTING)

@@ -9,12 +9,12 @@
                                   v  no outcome within MIGRATION_S
                                FAILED
 
-The source freezes the request and sends its last ids. The target admits the request with all ids,
-as after a lost worker, but the source sends the KV. So nothing is computed again, and the source
-makes no step between its last id and the KV that it sends.
+The source freezes the request and sends its last ids to the router. The target admits the request
+with all ids, as after a lost worker, but the source sends the KV. So nothing is computed again, and
+the source makes no step between its last id and the KV that it sends.
 
-A migration is a sub-state of a request (machine.py), which acts on the outcome. Each side ends its
-part when the other is lost; its messages after the outcome do not count.
+A migration is a sub-state of a request; machine.py acts on its outcome. Source and target each end
+their part when the other is lost, and their messages after the outcome are ignored.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ MIGRATION_S = 3.0  # from Hold to the outcome; a source aborts the hand-off itse
 
 
 class MigrationOutcome(Enum):
-    """Whether a migration is over, and where the request continues."""
+    """Whether a migration is under way or over, and at which worker the request continues."""
 
     UNDER_WAY = "under way"
     FAILED = "failed"  # it continues at the source
@@ -37,7 +37,7 @@ class MigrationOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MigrationResult:
-    """The effect of one event on a migration."""
+    """Result of applying one event to a migration: its next state, its outcome, and actions."""
 
     migration: Migration
     outcome: MigrationOutcome = MigrationOutcome.UNDER_WAY
@@ -51,7 +51,8 @@ class MigrationResult:
 def step(
     migration: Migration, source: Attempt, event: on.RoutingEvent, now: float
 ) -> MigrationResult:
-    """Apply an event; most do not affect a migration. `source`: the attempt of the request."""
+    """Apply an event of the request to its migration; most events change nothing. `source`: the
+    attempt at the worker that the request migrates from."""
     target = migration.attempt
     sending = migration.step is MigrationStep.SENDING
     match event:
@@ -73,7 +74,8 @@ def step(
 
 
 def of_target(migration: Migration, source: Attempt, event: on.DecodeEvent) -> MigrationResult:
-    """Apply a message of the target about its attempt; its first output moves the request there."""
+    """Apply a message of the target about its attempt to the migration. The target's first output
+    completes the migration. `source`: the attempt at the worker that the request migrates from."""
     attempt = migration.attempt
     assert attempt is not None
     if not attempt.answered:
@@ -117,7 +119,10 @@ def _held(
 
 
 def _worker_lost(migration: Migration, source: Attempt, event: on.WorkerLost) -> MigrationResult:
-    """While the KV is in transfer, the surviving side still reports its fate."""
+    """Apply the loss of the source or the target to the migration. Before the KV is sent, the
+    migration fails. While the KV is in transfer, a dead target fails the migration, a dead source
+    completes it, since the target reports whether it has the KV, and a broken session decides
+    nothing."""
     dead = event.crashed or event.forgotten
     sending = migration.step is MigrationStep.SENDING
     if event.worker == migration.target:

@@ -1,9 +1,10 @@
 """Chooses which running requests migrate to another decode worker with their KV.
 
-A draining worker sends all its requests away, as far as others have room. A live one sends one away
-only while it preempts: each preemption frees blocks for one request by recomputing another, over
-and over. So the measure is not load, but whether a worker lacks blocks for a while that another one
-has. Each request runs its migration itself (migration_machine.py). Time is an argument.
+A draining worker sends all its requests away, as far as other workers have room. A live worker
+sends one away only while it preempts: each preemption frees blocks for one request by recomputing
+another, over and over. So the criterion is not load, but a lasting lack of blocks at one worker
+while another has some free. Each request runs its migration itself (migration_machine.py). Time is
+an argument.
 """
 
 from collections import Counter
@@ -23,7 +24,7 @@ COPIED_PER_TOKEN = 64  # tokens whose KV is copied in about one decode step
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A request that can migrate."""
+    """A running request that can migrate, with the facts by which requests are chosen."""
 
     ordinal: int  # order of arrival; unique
     num_tokens: int  # tokens whose KV would move
@@ -31,12 +32,13 @@ class Running:
 
 
 def drain_order(running: Iterable[Running]) -> list[Running]:
-    """Sort by urgency: the request that may run longest first."""
+    """Sort the requests of a draining worker by urgency: those that may run longest first."""
     return sorted(running, key=lambda r: (r.remaining is not None, -(r.remaining or 0), r.ordinal))
 
 
 def pays(request: Running) -> bool:
-    """Return whether generating the rest of the request takes longer than its migration."""
+    """Return whether generating the rest of the request takes longer than its migration, so that
+    migrating it is worthwhile."""
     remaining = request.remaining
     return remaining is None or (
         remaining >= MIN_REMAINING and remaining * COPIED_PER_TOKEN >= request.num_tokens
@@ -44,13 +46,15 @@ def pays(request: Running) -> bool:
 
 
 def relief_order(running: Iterable[Running]) -> list[Running]:
-    """Sort for a worker that lacks blocks: requests with most blocks first, then the youngest."""
+    """Return the requests worth migrating away from a worker that lacks blocks, sorted: those with
+    the most tokens first, then the youngest."""
     worthwhile = [r for r in running if pays(r)]
     return sorted(worthwhile, key=lambda r: (-r.num_tokens, -r.ordinal))
 
 
 class Pressure:
-    """Finds workers that preempted requests in every recent window."""
+    """Finds decode workers that lack blocks: they preempted requests in each of the last
+    MIN_WINDOWS windows of WINDOW_S seconds."""
 
     def __init__(self) -> None:
         self._seen: dict[bytes, int] = {}  # preemptions, by incarnation
@@ -58,12 +62,13 @@ class Pressure:
         self._next = 0.0
 
     def due(self, now: float) -> bool:
-        """Return whether a window has passed since the last `look`."""
+        """Return whether the current window is over, so that `look` has something to do."""
         return now >= self._next
 
     def look(self, preemptions: Mapping[bytes, int], now: float) -> list[bytes]:
-        """End a window. Returns the workers that should send a request away now. `preemptions`:
-        total counts by incarnation."""
+        """End the current window if it is over. Returns the incarnations of the workers that should
+        send a request away now, because they preempted in MIN_WINDOWS windows in a row.
+        `preemptions`: total number of preemptions of each worker, by incarnation."""
         if not self.due(now):
             return []
         self._next = now + WINDOW_S
@@ -79,12 +84,12 @@ class Pressure:
         return pressed
 
     def calm(self, incarnation: bytes) -> bool:
-        """Return whether the worker did not preempt in the last window."""
+        """Return whether the worker preempted no request in the last window."""
         return not self._windows.get(incarnation)
 
 
 class Migrations:
-    """Begins the migrations of a router and counts them."""
+    """Begins the migrations of a router's requests and counts them."""
 
     def __init__(self, fleet: Fleet, placer: Placer) -> None:
         self.num_begun = 0
@@ -98,8 +103,8 @@ class Migrations:
         self._pressure = Pressure()
 
     def tick(self, requests: Iterable[RoutedRequest], now: float) -> None:
-        """Begin the migrations that are due among these requests, those of draining workers
-        first."""
+        """Begin the migrations that are due among the given requests: those away from draining
+        workers first, then those away from workers that lack blocks."""
         workers = [w for w in self._fleet.workers.values() if w.role == DECODE]
         draining = [w for w in workers if w.state is State.DRAINING and w.connected]
         if draining:
@@ -110,7 +115,8 @@ class Migrations:
                 self._relieve(incarnation, requests, now)
 
     def _relieve(self, incarnation: bytes, requests: Iterable[RoutedRequest], now: float) -> None:
-        """Migrate one request from a worker that preempts to a worker with room for all of it."""
+        """Migrate one request away from a worker that preempts, to a worker with room for all
+        tokens that the request has and may still generate."""
         candidates = {
             running(request): request
             for request in requests
@@ -131,7 +137,8 @@ class Migrations:
                 return
 
     def _empty(self, draining: list[Worker], requests: Iterable[RoutedRequest], now: float) -> None:
-        """Migrate the requests of draining workers, as far as others have room."""
+        """Migrate the requests of draining workers, as far as other workers and the recompute
+        budget have room."""
         candidates: dict[Running, RoutedRequest] = {}
         for request in requests:
             assignment = request.assignment
@@ -147,20 +154,20 @@ class Migrations:
                 request.migrate(target, now)
 
     def begun(self, request: RoutedRequest) -> None:
-        """Count a migration that has begun."""
+        """Count a migration of the request that has begun."""
         self.num_begun += 1
         self.num_under_way += 1
         self._placer.budget.migration_begun(request)
 
     def done(self, request: RoutedRequest, num_tokens: int) -> None:
-        """Count a completed migration, with the KV of `num_tokens` tokens."""
+        """Count a completed migration of the request, which moved the KV of `num_tokens` tokens."""
         self.num_done += 1
         self.num_tokens += num_tokens
         self._over(request)
 
     def failed_at(self, step: str, request: RoutedRequest) -> None:
-        """Count a migration that did not complete. `step`: the step that it reached; empty if the
-        request left the source for another reason."""
+        """Count a migration that did not complete. `step`: the step in which it failed; empty if
+        the request left the source for another reason."""
         if step:
             self.failed[step] += 1
         self._over(request)
@@ -171,15 +178,15 @@ class Migrations:
 
 
 def may_migrate(request: RoutedRequest, now: float) -> bool:
-    """Return whether the request generates and has only one unfinished choice, so that its KV is a
-    single sequence."""
+    """Return whether the request may migrate now: it generates, and has exactly one unfinished
+    choice, so that its KV is a single sequence."""
     progress = request.progress
     one_chain = progress.num_unfinished == 1 and progress.may_go_remote
     return one_chain and request.state.may_migrate(now)
 
 
 def running(request: RoutedRequest) -> Running:
-    """Return the facts of a request by which requests are chosen to migrate."""
+    """Return the facts about a running request by which requests are chosen to migrate."""
     progress = request.progress
     generated = sum(len(c.generated_ids) for c in progress.choices if not c.finish)
     max_tokens = progress.start.params.max_tokens

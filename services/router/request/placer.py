@@ -1,8 +1,10 @@
-"""Places requests: applies the placement policy, begins attempts, and queues what must wait.
+"""Places requests: applies the placement policy, begins attempts, and queues requests that must
+wait.
 
 A request waits for its turn, for the recompute budget, or for a worker that is compatible with its
-generated tokens (placement/waiting.py). A request that no present worker is compatible with waits
-aside for at most COMPATIBLE_WORKER_WAIT_S, so that it does not block the requests behind it.
+generated tokens (placement/waiting.py). A request that is compatible with no present worker waits
+in a line for such requests, for at most COMPATIBLE_WORKER_WAIT_S, so that it does not block the
+requests behind it.
 """
 
 import logging
@@ -48,7 +50,7 @@ WITHOUT_WORKER_S = 1.0  # without any worker, before another router of a sharded
 
 
 class PickQuery(NamedTuple):
-    """A prompt for which an endpoint picker needs a host."""
+    """Query of an endpoint picker: a prompt, and the hosts from which to pick one for it."""
 
     model: str
     ids: list[int]
@@ -58,14 +60,16 @@ class PickQuery(NamedTuple):
 
 
 class PickedHost(NamedTuple):
-    """A host and the number of tokens of the prompt cached there."""
+    """A host in the reply to an endpoint picker, and how many tokens of the prompt are cached
+    there."""
 
     host: str
     cached_tokens: int
 
 
 class Placer:
-    """Places all requests of one router."""
+    """Places all requests of one router: holds the queue of waiting requests, and chooses workers
+    for them."""
 
     def __init__(self, fleet: Fleet, rules: Rules, rng: Random, max_queued: int) -> None:
         self._fleet = fleet
@@ -86,7 +90,8 @@ class Placer:
     # --- placing
 
     def place(self, request: RoutedRequest, now: float) -> None:
-        """Begin an attempt now, or queue the request."""
+        """Begin an attempt of the request now, or queue the request if it is not its turn or no
+        worker takes it."""
         if request.state.begun:
             self._compute_again(request, now)
             return
@@ -99,7 +104,8 @@ class Placer:
         request.step(on.Queued(), now)
 
     def _compute_again(self, request: RoutedRequest, now: float) -> None:
-        """Begin to recompute a running request, or queue it for the budget."""
+        """Begin an attempt that recomputes a request with generated tokens, or queue the request
+        until the recompute budget and a worker have room."""
         workers = self._candidates(request, now) if self.budget.has_room else []
         if workers and self._begin(request, workers, now):
             self.budget.recompute_begun(request)
@@ -107,11 +113,13 @@ class Placer:
             self._wait(request, WaitReason.BUDGET, now)
 
     def can_begin(self, request: RoutedRequest, now: float) -> bool:
-        """Return whether it is the request's turn and a worker may take it."""
+        """Return whether an attempt of the request could begin now: it is the request's turn, and a
+        worker takes it."""
         return self._is_first(request) and bool(self._candidates_in_time(request, now))
 
     def _is_first(self, request: RoutedRequest) -> bool:
-        """Return whether no other request for the same workers is to be placed before it."""
+        """Return whether the request is next in turn: no waiting request for the same workers comes
+        before it."""
         model, tokenizer = request.pool
         for pool in self.waiting.pools:
             same_pool = pool[0] == model and ("" in (pool[1], tokenizer) or pool[1] == tokenizer)
@@ -123,7 +131,8 @@ class Placer:
         return True
 
     def _candidates_in_time(self, request: RoutedRequest, now: float) -> Sequence[Worker]:
-        """Return the workers that may take the request; none after its deadline."""
+        """Return the decode workers that may take the request now; none once the request's deadline
+        has passed."""
         deadline = request.state.deadline
         late = deadline is not None and now >= deadline
         return [] if late else self._candidates(request, now)
@@ -144,8 +153,9 @@ class Placer:
         return readers(self.compatibility.able(request.origin, workers), request.pool[1])
 
     def is_unread(self, request: RoutedRequest) -> bool:
-        """Return whether the workers with its prompt's tokenizer have left or are leaving, while
-        workers with another one serve its model."""
+        """Return whether no staying worker has the tokenizer that made the request's prompt ids,
+        while workers with another tokenizer serve its model, so that the prompt must be tokenized
+        again."""
         has_other = False
         for worker in self._fleet.of(DECODE, request.model):
             if worker.stays:
@@ -155,7 +165,8 @@ class Placer:
         return has_other
 
     def _begin(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
-        """Begin an attempt on the worker that the policy chooses; False if it chooses none."""
+        """Begin an attempt of the request on the workers that the placement policy chooses;
+        `workers` are the candidates for decode. Returns False if the policy chooses none."""
         picked = self._picked_worker(request, now)
         facts = self._facts(request, self.promised, now)
         decodes = facts.of_all(workers)
@@ -170,7 +181,10 @@ class Placer:
         self.reasons[decision.reason] += 1
         reason, cached = decision.reason, decision.cached_tokens
         log.debug(
-            "placed: %s, %d tokens cached at decode", reason, cached, extra={"request": request.id}
+            "workers chosen for the request: %s; the decode worker has %d of its tokens cached",
+            reason,
+            cached,
+            extra={"request": request.id},
         )
         if request.beginning.expected is None:
             request.beginning.expected = cached
@@ -183,8 +197,9 @@ class Placer:
         return True
 
     def _picked_worker(self, request: RoutedRequest, now: float) -> bytes | None:
-        """Return the worker that an endpoint picker received for the request, once; None if there
-        is none."""
+        """Return the incarnation of the worker that an endpoint picker was given for the request's
+        prompt, once for each pick; None if there was no pick, or if the request has been tried
+        before."""
         if not self.picks or request.state.num_attempts:
             return None
         start = request.progress.start
@@ -194,8 +209,9 @@ class Placer:
     # --- endpoint pickers
 
     def pick(self, query: PickQuery, now: float) -> list[PickedHost]:
-        """Return the hosts of decode workers, each once, the best for the prompt first; empty if no
-        live one is there. The first counts as picked."""
+        """Return the hosts for an endpoint picker's query, the best for the prompt first, each
+        once; empty if none of the query's hosts has a live decode worker for the model. The worker
+        on the first host counts as picked (PickedPrompts)."""
         allowed = [
             worker
             for worker in readers(self._fleet.of(DECODE, query.model), query.tokenizer)
@@ -229,8 +245,8 @@ class Placer:
         return [PickedHost(host, tokens) for host, tokens in cached_by_host.items()]
 
     def refuses(self, pool: tuple[str, str], tenant: bytes, now: float) -> bool:
-        """Return whether a new request can neither begin nor wait. `pool`: its model and
-        tokenizer."""
+        """Return whether a new request of the tenant can neither begin nor wait, so that it would
+        be refused. `pool`: model and tokenizer of the request."""
         if self.waiting.has_room(tenant):
             return False
         head = self.waiting.head(pool)
@@ -238,7 +254,8 @@ class Placer:
         return head is not None or not self._free(workers, now)
 
     def _free(self, workers: Iterable[Worker], now: float) -> Sequence[Worker]:
-        """Return the decode workers that take one more request now."""
+        """Return those of the decode workers that take one more request now: they accept work, and
+        fewer than MAX_ADMITTING Admits to them are unanswered."""
         taking = taking_work(workers, now)
         full = {incarnation for incarnation, num in self.admitting.items() if num >= MAX_ADMITTING}
         return [w for w in taking if w.incarnation not in full] if full else taking
@@ -250,7 +267,8 @@ class Placer:
         return FactsOfWorkers(ids, salt, request.verified, self._fleet.prefixes, promised, now)
 
     def target_for(self, request: RoutedRequest, now: float) -> Worker | None:
-        """Return another decode worker that can take a running request with its KV."""
+        """Return another decode worker to which the running request can migrate with its KV, or
+        None."""
         if request.assignment is None:
             return None
         facts = self._facts(request, PromisedChains(), now)
@@ -261,8 +279,8 @@ class Placer:
         return None if incarnation is None else self._fleet.workers[incarnation]
 
     def remote_tokens(self, request: RoutedRequest) -> int:
-        """Return the number of tokens that a prefill worker would compute for the request if
-        nothing is cached."""
+        """Return how many tokens a prefill worker would compute for the request if no worker had
+        cached any; 0 if decode computes the prompt."""
         tokens, mode = len(request.progress.prompt_ids), self._rules.remote_prefill
         remote = mode == "always" or (mode == "auto" and tokens >= self._rules.threshold)
         return tokens if remote and request.progress.may_go_remote else 0
@@ -270,8 +288,8 @@ class Placer:
     # --- waiting requests
 
     def pump(self, now: float) -> None:
-        """Begin attempts of waiting requests, tenants in turn, as far as the recompute budget and
-        the workers allow."""
+        """Begin attempts of waiting requests, as far as the recompute budget and the workers allow;
+        tenants take turns."""
         for request in self.waiting.of(WaitReason.BUDGET) if self.budget.has_room else ():
             if not self.budget.has_room:
                 break  # the requests behind it keep their turns
@@ -293,8 +311,8 @@ class Placer:
                     break
 
     def _strand(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
-        """Let the request wait aside if workers serve its model, but none is compatible with it.
-        Returns whether it waits."""
+        """Move the request to the line for requests without a compatible worker, if workers serve
+        its model but none is compatible with it. Returns whether it was moved."""
         if not workers:
             return False
         if self._compatible_workers(request) and (
@@ -307,7 +325,8 @@ class Placer:
         return True
 
     def worker_connected(self, worker: Worker, now: float) -> None:
-        """Place the requests that waited for a compatible worker and can continue at this one."""
+        """Place the requests that waited for a compatible worker and can continue at this one,
+        which has just connected."""
         self.compatibility.joined(worker)
         for request in self.waiting.of(WaitReason.COMPATIBLE_WORKER):
             if request.model == worker.model and worker in self._compatible_workers(request):
@@ -315,16 +334,17 @@ class Placer:
                 self.place(request, now)
 
     def overdue(self, now: float) -> list[RoutedRequest]:
-        """Return requests that have waited too long for a compatible worker, or need not wait since
-        none is expected."""
+        """Return the requests to give up: they have waited for a compatible worker for
+        COMPATIBLE_WORKER_WAIT_S, or no such worker is present or expected."""
         stranded = self.waiting.of(WaitReason.COMPATIBLE_WORKER)
         waiting = (*stranded, *self.waiting.of(WaitReason.BUDGET))
         late = [r for r in stranded if now - self.waiting.since(r) >= COMPATIBLE_WORKER_WAIT_S]
         return list(dict.fromkeys((*late, *(r for r in waiting if self._is_hopeless(r, now)))))
 
     def without_worker(self, now: float) -> list[RoutedRequest]:
-        """Return the waiting requests that no worker of this router can serve any more. In a
-        sharded fleet a restarted worker may join other routers."""
+        """Return the waiting requests that this router has had no worker for during
+        WITHOUT_WORKER_S, so that another router should try. In a sharded fleet, where each worker
+        joins only some routers, a restarted worker may join other routers than before."""
         has_worker: dict[tuple[tuple[str, str], KvIdentity | None], bool] = {}
         for request in self.waiting:
             key = request.pool, request.origin
@@ -344,43 +364,45 @@ class Placer:
         ]
 
     def _is_hopeless(self, request: RoutedRequest, now: float) -> bool:
-        """Return whether no worker can continue it and none is expected."""
+        """Return whether no worker can continue the request, and none that can is expected."""
         return self.compatibility.withdrawn(request.origin, now) and not self._compatible_workers(
             request
         )
 
     def worker_forgotten(self, worker: Worker, now: float) -> None:
-        """A decode worker is gone for good."""
+        """Record that a decode worker is gone for good, so that its weights may be withdrawn
+        (KvCompatibility)."""
         self.compatibility.left(worker, self._fleet.of(DECODE, worker.model), now)
 
     def forget(self, request: RoutedRequest) -> None:
-        """Forget a request that has ended."""
+        """Remove a request that has ended from the waiting queue and the recompute budget."""
         self.waiting.remove(request)
         self.budget.forget(request)
 
     # --- attempts
 
     def opened(self, attempt: Assignment, action: do.OpenAttempt, now: float) -> None:
-        """Count the work of a new attempt until its workers report it."""
+        """Count the work of a new attempt at its workers, until their load reports include it."""
         tokens = 0 if action.follows or action.migrates else len(attempt.ids)
         attempt.decode.commanded(attempt.id, tokens if attempt.prefill is None else 0, now)
         if attempt.prefill is not None:
             attempt.prefill.commanded(attempt.id, tokens, now)
 
     def count_unanswered(self, decode: bytes, change: int) -> None:
-        """Change the number of Admits that a decode worker has yet to answer."""
+        """Add `change` to the number of Admits that a decode worker has yet to answer."""
         self.admitting[decode] += change
         if not self.admitting[decode]:
             del self.admitting[decode]
 
     def stopped_following(self, attempt: Assignment, now: float) -> None:
-        """Count the prompt of an attempt that was expected to share the KV of another prompt, but
-        does not."""
+        """Count the prompt of an attempt as work of its prefill worker, since decode does not wait
+        for another prompt's KV as expected."""
         if attempt.prefill is not None:
             attempt.prefill.commanded(attempt.id, len(attempt.ids), now)
 
     def closed(self, request: RoutedRequest, attempt: Assignment) -> None:
-        """Remove the counts of an attempt that ended."""
+        """Stop counting an attempt that ended: its promised blocks, its recomputation, and its work
+        at its workers."""
         self.promised.drop(attempt.id)
         self.budget.recompute_over(request)
         attempt.decode.forget_command(attempt.id)
@@ -388,8 +410,8 @@ class Placer:
             attempt.prefill.forget_command(attempt.id)
 
     def taken(self, request: RoutedRequest, attempt: Assignment) -> None:
-        """A decode worker accepted the attempt; its results may differ from those of the worker
-        before."""
+        """Record that a decode worker accepted an attempt of the request. If the worker's KV
+        identity is not that of the request's earlier tokens, the response becomes inexact."""
         identity = attempt.decode.identity
         if self.compatibility.count_resume(request.id, request.origin, identity):
             request.inexact = True
@@ -397,10 +419,11 @@ class Placer:
 
 def reads(worker: Worker, tokenizer: str) -> bool:
     """Return whether the worker's model has the tokenizer that made a prompt's ids. An unknown
-    tokenizer (empty) matches any."""
+    tokenizer (empty) of either matches any."""
     return not tokenizer or worker.identity.tokenizer in ("", tokenizer)
 
 
 def readers(workers: Sequence[Worker], tokenizer: str) -> Sequence[Worker]:
-    """Return the workers that can read a prompt of this tokenizer."""
+    """Return the workers whose model has the tokenizer that made a prompt's ids; all workers if the
+    tokenizer is unknown (empty)."""
     return [w for w in workers if reads(w, tokenizer)] if tokenizer else workers

@@ -1,9 +1,9 @@
 """One request in the router: carries out the actions of its state machine (machine.py).
 
-It holds what the machine does not need: the token ids (RequestProgress), workers, tickets, and the
-facts that the client receives at the end. It is synchronous, time is an argument, and its `Effects`
-are its only access to the rest of the router, so that the same code runs on sockets and under a
-test's clock.
+RoutedRequest holds what the state machine does not need: the token ids (RequestProgress), workers,
+tickets, and the facts that the client receives at the end. It is synchronous, and time is an
+argument. Its `Effects` are its only access to the rest of the router, so that the same code runs on
+sockets and under a test's clock.
 """
 
 import logging
@@ -67,7 +67,7 @@ ROUTER_ERRORS: dict[FailureReason, ServiceError] = {
 
 
 class RoutedRequest:
-    """One request of one client, and its attempts on workers."""
+    """One request of one client in the router, and its attempts on workers."""
 
     def __init__(
         self,
@@ -122,32 +122,35 @@ class RoutedRequest:
 
     @property
     def key(self) -> tuple[bytes, str]:
-        """Key of the request, the same each time its client issues it."""
+        """Key of the request (client key and request id), the same each time that its client issues
+        it."""
         return self.client.key, self.id
 
     @property
     def given_back(self) -> bool:
-        """Whether another router returned the request because it had no worker for it."""
+        """Whether another router has returned the request to its client because it had no worker
+        for it."""
         return bool(self.progress.start.given_back)
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Order among the waiting requests of its tenant, the lowest first."""
+        """Priority and arrival number of the request; of a tenant's waiting requests, the one with
+        the lowest comes first."""
         return self.progress.start.priority, self.ordinal
 
     @property
     def assignment(self) -> Assignment | None:
-        """The workers of the current attempt."""
+        """The workers and ids of the current attempt, or None without an attempt."""
         attempt = self.state.attempt
         return None if attempt is None else self._assignments[attempt.id]
 
     def assignment_of(self, attempt: bytes) -> Assignment | None:
-        """Return the workers of an open attempt: the current one, or the one at a migration's
-        target."""
+        """Return the workers and ids of an open attempt, either the current one or the one at a
+        migration's target; None for any other attempt."""
         return self._assignments.get(attempt)
 
     def facts(self) -> PromptFacts:
-        """Return what the placement policy needs to know of the request."""
+        """Return the facts about the request that the placement policy decides by."""
         return PromptFacts(
             num_tokens=len(self.progress.prefix_ids()) - 1,
             may_go_remote=self.progress.may_go_remote,
@@ -156,8 +159,8 @@ class RoutedRequest:
         )
 
     def step(self, event: on.RoutingEvent, now: float, message: Any = None) -> None:
-        """Step the state machine and carry out its actions. `message`: the message that caused the
-        event."""
+        """Apply an event to the state machine and carry out the resulting actions. `message`: the
+        data that came with the event, if any."""
         for action in self._stepped(event, now):
             self._carry_out(action, message, now)
         passes_on = self.state.only_forwards
@@ -167,7 +170,8 @@ class RoutedRequest:
     # --- called by the dispatcher
 
     def submit(self, now: float) -> None:
-        """Begin: resume the attempt that the Start names, or place the request."""
+        """Begin the request: resume the attempt that its Start names, or place the request on
+        workers."""
         has_placement = self.progress.start.HasField("placement")
         reach = self._effects.reach(self.placement.decode_boot, now) if has_placement else None
         self.step(on.Submitted(reach), now)
@@ -175,7 +179,8 @@ class RoutedRequest:
     def begin(
         self, decode: Worker, prefill: Worker | None, follows: bool, min_shared: int, now: float
     ) -> bytes:
-        """Begin an attempt on the workers that the policy chose. Returns its id."""
+        """Begin an attempt on the workers that the placement policy chose. Returns the attempt's
+        id."""
         id_ = os.urandom(16)
         ids = self.progress.prefix_ids()[:-1]
         self._assignments[id_] = Assignment(id_, decode, prefill, ids, now)
@@ -184,12 +189,13 @@ class RoutedRequest:
         return id_
 
     def migrate(self, target: Worker, now: float) -> None:
-        """Begin to migrate the request to another decode worker with its KV."""
+        """Begin to migrate the request with its KV to the decode worker `target`."""
         self._target = target
         self.step(on.MigrationBegun(target.incarnation), now)
 
     def cancel(self, choices: tuple[int, ...], now: float) -> None:
-        """End the request (CANCELLED), or drop some choices and continue the rest."""
+        """Cancel the whole request if `choices` is empty, so that it fails with CANCELLED;
+        otherwise end only those choices and continue the others."""
         if not choices:
             self.step(on.RequestCancelled(), now)
             return
@@ -197,7 +203,7 @@ class RoutedRequest:
         self.step(on.ChoicesCancelled(choices, self.progress.complete), now)
 
     def tick(self, now: float) -> None:
-        """Let time pass."""
+        """Let time pass: apply the request's deadlines, and retry what waits for a worker."""
         if now < self._quiet_until:
             return
         attempt = self.state.attempt
@@ -206,15 +212,16 @@ class RoutedRequest:
         self.step(on.TimePassed(decode, self._effects.reach(prefill, now)), now)
 
     def succeed(self, predecessor: "RoutedRequest", attempt: Attempt, now: float) -> None:
-        """Take over the attempt of an earlier issue of the request, whose Admit decode has yet to
-        answer."""
+        """Take over the attempt of `predecessor`, an earlier issue of this request, while decode
+        has yet to answer the attempt's Admit."""
         self._assignments[attempt.id] = predecessor._assignments.pop(attempt.id)
         self._enter(machine.taken_over(self.state, attempt), now)
 
     def reissue(self, progress: RequestProgress, now: float) -> Attempt | None:
-        """End without an event because the client issued the request again. Returns the attempt
-        that the new issue must take over with `succeed`; None if there is none, or if the placement
-        in the new Start names it."""
+        """End this issue of the request without an event, because the client issued the request
+        again. `progress`: the new issue. Returns the attempt that the new issue must take over with
+        `succeed`, or None if no attempt continues or the new issue finds it by the placement, which
+        is added to its Start."""
         start, attempt = progress.start, self.state.attempt
         start.crash_count = max(start.crash_count, self.state.crash_count)
         same_progress = progress.choices == self.progress.choices
@@ -232,7 +239,8 @@ class RoutedRequest:
     # --- messages from workers
 
     def on_decode(self, kind: str, message: Any, now: float) -> None:
-        """Process an event of a decode worker; `kind` is its name in the proto."""
+        """Process a decode worker's event about an attempt of the request. `kind`: name of the
+        event's field in the proto."""
         attempt = message.attempt
         if kind in OUTPUT and not self._counted:
             self._counted = True
@@ -259,8 +267,9 @@ class RoutedRequest:
                 self.step(on.of_decode(kind, message), now, message)
 
     def pass_on_row(self, worker: Worker, choice: NumberedChoice, position: int, id_: int) -> bool:
-        """Forward a worker's token of an unfinished choice to the client. Returns False if the
-        token may change the state, so that `on_token` must process it."""
+        """Forward a token of an unfinished choice, which a decode worker sent as a row, to the
+        client as a row. Returns False if the token may change the request's state, so that
+        `on_token` must process it."""
         assignment = self._rows_of
         if assignment is None or assignment.decode is not worker:
             return False
@@ -278,19 +287,21 @@ class RoutedRequest:
         return True
 
     def on_token(self, choice: NumberedChoice, position: int, id_: int, now: float) -> None:
-        """Process a token that `pass_on_row` did not forward."""
+        """Process a token that a decode worker sent as a row and that `pass_on_row` did not
+        forward."""
         tokens = pb.Tokens(
             attempt=choice.attempt, choice=choice.choice, position=position, ids=(id_,)
         )
         self.on_decode("tokens", tokens, now)
 
     def on_prefill(self, kind: str, message: Any, now: float) -> None:
-        """Process an event of a prefill worker; `kind` is its name in the proto."""
+        """Process a prefill worker's event about an attempt of the request. `kind`: name of the
+        event's field in the proto."""
         self.step(on.of_prefill(kind, message), now)
 
     def _output(self, kind: str, message: Any, now: float) -> None:
-        """Process ids or prompt log-probabilities; only those that continue the response are
-        new."""
+        """Process token ids or prompt log-probabilities of a decode worker. Only those that
+        continue the response are passed on; repeated ones are ignored."""
         attempt = message.attempt
         if not self.state.takes_output(attempt):
             return
@@ -307,7 +318,7 @@ class RoutedRequest:
             self.step(on.ScoresReceived(attempt), now, fresh)
 
     def _embedding(self, message: pb.Embedding, now: float) -> None:
-        """Process the embedding; a second one is ignored."""
+        """Process the embedding that a decode worker sent; a second one is ignored."""
         if not self.state.takes_output(message.attempt):
             return
         fresh = self.progress.take_embedding(message)
@@ -315,14 +326,14 @@ class RoutedRequest:
             self.step(on.EmbeddingReceived(message.attempt), now, fresh)
 
     def _verified(self, message: wire.Verified) -> None:
-        """Record the number of tokens that decode keeps in its cache whatever happens to the
-        attempt."""
+        """Record how many tokens the decode worker has verified, which it keeps in its cache
+        whatever happens to the attempt, and how many were cached before."""
         if self._keeps(message) and self.beginning.hit is None:
             self.beginning.hit = message.cached_tokens
 
     def _keeps(self, message: wire.Verified | wire.PlaceAgain) -> bool:
-        """Record the number of tokens that decode keeps in its cache. Returns whether the message
-        is about the current attempt."""
+        """Record how many tokens of the request the decode worker keeps in its cache. Returns
+        False, and records nothing, if the message is not about the current attempt."""
         attempt = self.state.attempt
         if attempt is None or attempt.id != message.attempt:
             return False
@@ -362,13 +373,15 @@ class RoutedRequest:
     # --- steps of the machine and their actions
 
     def _stepped(self, event: on.RoutingEvent, now: float) -> tuple[do.RoutingAction, ...]:
-        """Step the machine. Returns the actions to carry out."""
+        """Apply an event to the state machine and store the next state. Returns the actions, which
+        the caller must carry out."""
         state, actions = machine.step(self.state, event, now)
         self._enter(state, now)
         return actions
 
     def _enter(self, state: Routing, now: float) -> None:
-        """Replace the state, and record what changed."""
+        """Store the next state of the request, and record what it changes in counters and the
+        trace."""
         before, self.state = self.state, state
         if state is before:
             return
@@ -385,7 +398,8 @@ class RoutedRequest:
             self.span.event("migration failed", now, step=transition.failed_step)
 
     def _carry_out(self, action: do.RoutingAction, message: Any, now: float) -> None:
-        """Carry out one action. `message`: the message that caused the event."""
+        """Carry out one action of the state machine. `message`: the data that came with the event
+        that caused the action."""
         match action:
             case do.Place():
                 self._effects.place(self, now)
@@ -448,7 +462,8 @@ class RoutedRequest:
                 self.span.event("attempt lost", now, reason=action.reason)
 
     def _to_decode(self, attempt: bytes, **command: Any) -> None:
-        """Send a command, by its field's name in the proto, to the attempt's decode worker."""
+        """Send a command to the decode worker of an attempt. `command`: one keyword argument, by
+        the name of the command's field in the proto."""
         self._effects.send(self._assignments[attempt].decode, wire.DecodeCommand(**command))
 
     def _open(self, action: do.OpenAttempt, now: float) -> None:
@@ -568,7 +583,8 @@ class RoutedRequest:
     def _finish(
         self, assignment: Assignment | None, report: pb.Finished | None, now: float
     ) -> None:
-        """Send the worker's Finished, or an empty one if every choice has ended without it."""
+        """Send the client Finished: the worker's report, completed by what only the router knows,
+        or an empty one if every choice ended without a report."""
         finished = pb.Finished() if report is None or assignment is None else report
         finished.request, finished.epoch = self.id, self.state.epoch
         finished.inexact |= self.inexact
@@ -596,7 +612,7 @@ class RoutedRequest:
         now: float,
     ) -> None:
         log.info(
-            "%s model=%s prefill=%s decode=%s tries=%d seconds=%.3f",
+            "request ended: %s model=%s prefill=%s decode=%s tries=%d seconds=%.3f",
             "done" if error is None else f"failed ({error.message})",
             self.model,
             _address(assignment.prefill if assignment else None, "local"),

@@ -1,8 +1,10 @@
-"""State of one request in the router, what a step changed in it, and the timing of its first token;
-pure. The state is frozen, and only machine.py steps it.
+"""State of one request in the router (Routing), what a step of the state machine changed in it
+(Transition), and the timing of the request's first token; pure. The state is frozen, and only
+machine.py constructs its successors.
 
-The time to the first token spans all attempts. The phases are those of the attempt that produced
-the first token; the time before its Admit (the queue here, lost attempts) counts as queueing.
+The time to the first token spans all attempts. Its phases are those of the attempt that produced
+the first token; the time before that attempt's Admit (in the router's queue or with lost attempts)
+counts as queueing.
 """
 
 import math
@@ -19,7 +21,8 @@ MIGRATION_PAUSE_S = 0.5  # pause after a failed migration
 
 
 class FirstToken:
-    """Clock readings of one request up to its first token."""
+    """Times of one request up to its first token: its arrival, the beginning of the attempt that
+    produced the token, and the token's arrival."""
 
     def __init__(self, arrived: float) -> None:
         self._arrived = arrived
@@ -28,16 +31,17 @@ class FirstToken:
         self._received = 0.0
 
     def record(self, attempt: bytes, began: float, now: float) -> bool:
-        """Record that tokens of an attempt arrived. Returns whether they are the request's first;
-        only the first call counts."""
+        """Record that tokens of an attempt arrived; only the first call has an effect. Returns
+        whether these tokens are the request's first. `began`: when the attempt's Admit was sent."""
         if self._attempt:
             return False
         self._attempt, self._began, self._received = attempt, began, now
         return True
 
     def complete(self, phases: pb.Phases, attempt: bytes) -> None:
-        """Turn the phases of the attempt that finished into those of the request, whose sum is the
-        time to its first token. Phases of an attempt that another router began are not changed."""
+        """Turn the phases that the finished attempt reported into those of the whole request, whose
+        sum is the time to its first token. No effect if another router began the attempt that
+        produced the first token."""
         if not self._attempt:
             return
         if self._attempt != attempt:
@@ -48,7 +52,8 @@ class FirstToken:
 
 @dataclass(slots=True)
 class Beginning:
-    """What the router knows of a request until its first token."""
+    """What the router knows of a request up to its first token: its times, how many prompt tokens
+    were cached, and the report of the attempt that the request migrated from."""
 
     token: FirstToken
     hit: int | None = None  # tokens cached before decode verified the first block
@@ -56,12 +61,14 @@ class Beginning:
     first: pb.Finished | None = None  # report of the attempt that the request migrated from
 
     def migrated(self, so_far: pb.Finished, num_attempts: int, attempt: bytes) -> None:
-        """The request leaves `attempt`; `so_far` describes its beginning."""
+        """Record that the request migrates away from `attempt`. `so_far`: the report of the source
+        on the request's beginning."""
         self.complete(so_far, num_attempts, attempt)
         self.first = so_far
 
     def complete(self, finished: pb.Finished, num_attempts: int, attempt: bytes) -> None:
-        """Add to `finished` what the worker of `attempt`, the last one, cannot know."""
+        """Add to the report `finished` what the worker of the last attempt (`attempt`) cannot know
+        of the request's beginning: times, cached tokens, and data from before a migration."""
         first = self.first
         if first is not None:
             finished.cached_tokens = first.cached_tokens
@@ -77,7 +84,7 @@ class Beginning:
 
 
 class Stage(Enum):
-    """The stage of a request (machine.py has the diagram)."""
+    """Stage of a request in the router (diagram in machine.py)."""
 
     QUEUED = "queued"
     SEEKING = "seeking"
@@ -89,7 +96,7 @@ class Stage(Enum):
 
 
 class MigrationStep(Enum):
-    """The step that a migration has reached."""
+    """Step that a migration under way has reached (diagram in migration_machine.py)."""
 
     HOLDING = "holding"
     ADMITTING = "admitting"
@@ -98,7 +105,8 @@ class MigrationStep(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try on one pair of workers, as far as the router knows it."""
+    """One try to run a request on a decode worker and perhaps a prefill worker, as far as the
+    router knows."""
 
     id: bytes
     decode: bytes  # incarnation, like `prefill`
@@ -120,29 +128,31 @@ class Attempt:
 
     @property
     def prefill_unaware(self) -> bool:
-        """Whether prefill may not have the attempt's PrefillStart, or its messages may be lost."""
+        """Whether the prefill worker may lack the attempt's PrefillStart, or its messages may have
+        been lost, so that PrefillStart must be sent again."""
         return not self.prefill_over and (not self.prefill or self.unheard)
 
     @property
     def sending_prefill(self) -> bytes:
-        """The worker that is to compute and send the attempt's KV; empty if there is none."""
+        """Incarnation of the prefill worker that computes and sends the attempt's KV; empty if none
+        does."""
         return self.prefill or self.awaited_prefill
 
     @property
     def filled(self) -> bool:
-        """Whether the attempt's KV is known to be complete at decode."""
+        """Whether decode is known to have all KV of the attempt's prompt."""
         return self.produced or self.prefill_sent
 
     @property
     def computing(self) -> bool:
-        """Whether decode may be computing the attempt: its KV is complete, or decode computes the
-        prompt."""
+        """Whether decode may be computing the attempt: it has all KV of the prompt, or computes the
+        prompt itself."""
         return self.filled or not (self.prefill or self.ticket or self.follows)
 
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """The move of a running request from the decode worker of its attempt to another."""
+    """State of the move of a running request from its decode worker to another one, the target."""
 
     target: bytes
     began: float
@@ -151,13 +161,13 @@ class Migration:
     target_lost: bool = False  # the session with it broke, but it keeps the attempt
 
     def is_target(self, attempt: bytes) -> bool:
-        """Return whether `attempt` is the one at the target."""
+        """Return whether `attempt` is the id of the migration's attempt at the target."""
         return self.attempt is not None and self.attempt.id == attempt
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """State of one request in the router. RequestProgress holds its ids."""
+    """State of one request in the router, except its token ids, which RequestProgress holds."""
 
     epoch: int = 0
     deadline: float | None = None
@@ -184,25 +194,27 @@ class Routing:
 
     @property
     def session_epoch(self) -> int:
-        """The request's epoch at decode, which rises each time it is issued and each time a session
-        is lost."""
+        """Epoch of the request at its decode worker, which gives the attempt to the highest one. It
+        rises each time that the client issues the request, and each time that a session with the
+        worker is lost."""
         return self.epoch * MAX_SESSIONS + self.num_sessions
 
     @property
     def unanswered(self) -> list[bytes]:
-        """The decode workers that have yet to answer an Admit of the request."""
+        """Incarnations of the decode workers that have yet to answer an Admit of the request."""
         migrating = None if self.migration is None else self.migration.attempt
         attempts = (self.attempt, migrating)
         return [a.decode for a in attempts if a is not None and not a.answered]
 
     @property
     def has_candidates_left(self) -> bool:
-        """Whether another worker may be tried in this round, besides the `refused` ones."""
+        """Whether the request may try another decode worker before it queues: fewer than
+        MAX_CANDIDATES have refused it in this round."""
         return len(self.refused) < MAX_CANDIDATES
 
     def may_migrate(self, now: float) -> bool:
-        """Return whether the request generates, and no migration is under way or has just
-        failed."""
+        """Return whether the request may begin to migrate now: it generates, no migration of it is
+        under way, and none has just failed or too often."""
         return (
             self.stage is Stage.RUNNING
             and self.migration is None
@@ -213,8 +225,8 @@ class Routing:
 
     @property
     def only_forwards(self) -> bool:
-        """Whether tokens that end no choice change nothing in this state, so that they can be
-        forwarded without a step."""
+        """Whether a token that ends no choice changes nothing in this state, so that it can be
+        forwarded to the client without a step of the state machine."""
         return (
             self.attempt is not None
             and self.attempt.produced
@@ -225,15 +237,17 @@ class Routing:
 
     @property
     def quiet_until(self) -> float:
-        """Time before which TimePassed changes nothing, if the request `only_forwards`."""
+        """Time before which the event TimePassed changes nothing in this state, provided that it is
+        one that `only_forwards`."""
         settled = self.attempt is None or self.attempt.sender_died is None
         if self.orphan_since is not None or not settled:
             return 0.0
         return math.inf if self.deadline is None else self.deadline
 
     def takes_output(self, attempt: bytes) -> bool:
-        """Return whether output of that attempt counts now. While the request resumes its current
-        attempt, that attempt's output does not: decode repeats what it sent before."""
+        """Return whether the output of that attempt counts now: it is the current attempt or the
+        one at a migration's target. The current attempt's output does not count while the attempt
+        is being resumed, because decode repeats it afterwards."""
         is_current = self.attempt is not None and self.attempt.id == attempt
         is_target = self.migration is not None and self.migration.is_target(attempt)
         return is_target or (is_current and self.stage is not Stage.RESUMING)
@@ -241,28 +255,30 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """The states before and after one step of the machine. Properties that return an attempt return
-    its id, or an empty one."""
+    """The states of a request before and after one step of its state machine, with properties that
+    say what changed. A property that returns an attempt returns its id, or an empty id."""
 
     before: Routing
     after: Routing
 
     @property
     def unanswered(self) -> Counter[bytes]:
-        """Change of the number of unanswered Admits, by decode worker."""
+        """Change in the number of the request's unanswered Admits, by incarnation of the decode
+        worker."""
         change = Counter(self.after.unanswered)
         change.subtract(self.before.unanswered)
         return change
 
     @property
     def resumed(self) -> bool:
-        """Whether an attempt continues where another session left it."""
+        """Whether an attempt was resumed in this step: it continues where another session left
+        it."""
         return self.after.num_resumed > self.before.num_resumed
 
     @property
     def taken(self) -> bytes:
-        """The attempt that a decode worker accepted in this step; the worker may have another KV
-        identity than the one before."""
+        """Id of the attempt that a decode worker accepted in this step. The worker's KV identity
+        may differ from that of the request's worker before."""
         attempt, stage = self.before.attempt, self.after.stage
         admitted = self.before.stage is Stage.ADMITTING and (
             stage is Stage.PREFILLING or stage is Stage.RUNNING
@@ -273,7 +289,8 @@ class Transition:
 
     @property
     def stopped_following(self) -> bytes:
-        """The attempt whose prompt prefill computes, although it was to wait for another prompt."""
+        """Id of the attempt that was to wait for another prompt's KV, but whose prompt a prefill
+        worker computes instead."""
         attempt = self.before.attempt
         if attempt is None or not attempt.follows or self.before.stage is not Stage.ADMITTING:
             return b""
@@ -281,23 +298,25 @@ class Transition:
 
     @property
     def migration_begun(self) -> bool:
-        """Whether a migration began."""
+        """Whether a migration of the request began in this step."""
         return self.before.migration is None and self.after.migration is not None
 
     @property
     def migration_over(self) -> bool:
-        """Whether a migration ended, at the target or at the source."""
+        """Whether the request's migration ended in this step, completed or not."""
         return self.before.migration is not None and self.after.migration is None
 
     @property
     def migrated(self) -> bytes:
-        """The attempt at a migration's target, if the request continues there."""
+        """Id of the attempt at the migration's target, if the request has moved to it in this
+        step."""
         migration, placed = self.before.migration, self.after.placed_attempt
         return placed if migration is not None and migration.is_target(placed) else b""
 
     @property
     def failed_step(self) -> str:
-        """The step that a failed migration reached; empty if no migration failed."""
+        """Name of the step in which a migration failed; empty if no migration failed in this
+        transition."""
         failed = self.after.num_failed_migrations > self.before.num_failed_migrations
         migration = self.before.migration
         return migration.step.value if migration is not None and failed else ""
