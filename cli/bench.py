@@ -170,8 +170,8 @@ def bar(share: float) -> str:
 
 
 def over_time(samples: Sequence[Sample]) -> str:
-    """Draw one line of text with the output tokens per second, from the start of the first request
-    to the end of the last."""
+    """Draw the output tokens per second, from the start of the first request to the end of the
+    last, as one line of text under a heading."""
     begin = min(sample.started for sample in samples)
     span = max(sample.ended for sample in samples) - begin
     if span <= 0:

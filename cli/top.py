@@ -126,8 +126,8 @@ def _add_sample(worker: WorkerStats, name: str, labels: Mapping[str, str], value
 
 
 def rates(previous: Snapshot, current: Snapshot, seconds: float) -> Rates:
-    """Compute the rates between two snapshots that are `seconds` apart; 0 for counters that a
-    restart has reset in between."""
+    """Compute the rates between two snapshots that are `seconds` apart; 0 for a counter that has
+    fallen, because its process restarted."""
 
     def per_s(old: float, new: float) -> float:
         return max(0.0, new - old) / seconds

@@ -47,8 +47,8 @@ def reasoning_of(content: Sequence[ContentPart]) -> str:
 
 
 def arguments_object(text: str, *, cut: bool = False) -> dict[str, Any]:
-    """Parse the arguments of a call; with `cut`, accept an incomplete object. Raises ValueError if
-    the text is not a JSON object."""
+    """Parse the arguments of a call; an empty text means {}. With `cut`, accept an incomplete
+    object. Raises ValueError if the text is not a JSON object."""
     value = from_json(text or "{}", allow_inf_nan=False, allow_partial=cut)
     if not isinstance(value, dict):
         raise ValueError("the arguments of a tool call must be a JSON object")

@@ -140,7 +140,9 @@ class TemplateText(str):
         return self[: len(head)], self[len(head) : end], self[end:]
 
     def _printf_pieces(self, values: Any) -> Iterator[str]:
-        """Yield the pieces of this printf format string and its fields, as far as supported."""
+        """Yield the pieces that make up `self % values`: the text between this format string's
+        fields, and the value of each field, formatted. Stops early at a field that it does not
+        support, so that `_checked` makes the whole result client text."""
         arguments = iter(values if isinstance(values, tuple) else (values,))
         start = 0
         for field in _FIELD.finditer(self):
@@ -234,7 +236,8 @@ def _fields(form: str, value_of: Callable[[str], Any]) -> Iterator[str]:
 
 
 def _checked(text: str, pieces: Iterable[str]) -> TemplateText:
-    """Return `text` with the origin of the pieces, or as client text if they do not match it."""
+    """Return `text` with the origins of the pieces that make it up: who wrote each character, the
+    template or the client. If the joined pieces differ from `text`, all of it is client text."""
     joined = concatenated(pieces)
     return joined if joined == text else TemplateText(text)
 

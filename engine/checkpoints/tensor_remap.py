@@ -110,9 +110,10 @@ class View:
         )
 
     def format(self, stored: str) -> str:
-        """Return the format of the view's result for a stored tensor of format `stored`.
-        Quantization blocks and groups lie along columns, so a transposed matrix cannot keep them
-        and becomes float32."""
+        """Return the format of the view's result for a stored tensor of format `stored`. A
+        quantized matrix that is split into heads and transposed becomes float32, because
+        quantization blocks and groups lie along columns. Without `heads`, `of` refuses to transpose
+        one."""
         return "F32" if self.heads and self.transposed and stored not in PLAIN else stored
 
     def of(self, raw: RawTensor) -> RawTensor:

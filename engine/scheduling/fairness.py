@@ -142,9 +142,12 @@ class Fairness:
 
     def begin_rows(self, tenants: Iterable[bytes], prompt_waits: bool) -> dict[bytes, Rank]:
         """Return the tenants that get decode rows in this step, each with the rank of the request
-        to begin with: the one that the previous step left out, or else the first. `prompt_waits`: a
-        tenant without running requests has a prompt that could start; tenants whose rows were left
-        out then get no rows, but not in two steps in a row."""
+        to begin with: the one at which its share ran out in the previous step (see `leave_out`), or
+        the first.
+
+        `prompt_waits`: whether a prompt of a tenant without running requests could start. If so,
+        the tenants whose share ran out get no rows, to leave room for the prompt, unless tenants
+        already gave way like this in the previous step."""
         ranks = {tenant: self._left_out.get(tenant, FIRST) for tenant in tenants}
         gives_way = prompt_waits and not self._gave_way
         waiting = {t: rank for t, rank in ranks.items() if gives_way and rank != FIRST}

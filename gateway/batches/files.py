@@ -273,8 +273,8 @@ async def rows_of(
 
 
 async def remove_files(session: AsyncSession, file_ids: Sequence[str]) -> None:
-    """Delete files and then their pieces. The order matters: deleting the file's row first makes
-    this transaction and a concurrent `append` to the same file wait for each other."""
+    """Delete files and then their pieces. The file's row goes first, so that of this transaction
+    and a concurrent `append` to the same file, the later one waits until the other has ended."""
     await session.execute(delete(StoredFile).where(StoredFile.id.in_(file_ids)))
     await session.execute(delete(FilePiece).where(FilePiece.file_id.in_(file_ids)))
 

@@ -76,7 +76,7 @@ class _File(BaseModel):
 def read_config(path: str) -> list[McpServer]:
     """Read the configuration file and return its servers that are not disabled, in the file's
     order. Raises ValueError with the reason and the place if the file cannot be read, is invalid or
-    is writable by other users, or if the package mcp is not installed."""
+    is writable by other users, or if the package mcp, 2 or newer, is not installed."""
     try:
         _check_package()
         with Path(path).open("rb") as file:

@@ -76,7 +76,8 @@ class GatewayProcesses:
                 finally:
                     writer.close()
         except (OSError, TimeoutError) as error:
-            log.debug("gateway process %d did not answer a query: %s", index, error)
+            reason = str(error) or f"no answer within {ANSWER_S:g} s"
+            log.debug("gateway process %d did not answer a query: %s", index, reason)
             return b""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

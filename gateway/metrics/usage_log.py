@@ -155,8 +155,8 @@ class UsageLog:
 
     @in_own_task
     async def was_used(self, tenant: str, model: str) -> bool:
-        """Return whether the tenant has used the model in the last day, by the usage in the
-        database."""
+        """Return whether the tenant has used the model in about the last day, by the usage in the
+        database, which is summed by the hour."""
         if not may_be_id(model, len(model)):
             return False
         since = int(self._clock()) - DAY_S

@@ -201,7 +201,7 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
 
     def on_ended(self, sent: Sent) -> None:
         """Handle the end of an attempt's KV hand-off: log it, and send PrefillDone or PrefillFailed
-        to the router."""
+        to the router unless the attempt was cancelled."""
         sending = self._sending.get(sent.attempt)
         if sending is None:
             ended = self._ended.get(sent.attempt)  # it was cancelled

@@ -246,11 +246,14 @@ def _positioned(cursor: _Cursor, infos: dict[str, TensorInfo], base: int) -> dic
     for name, info in sorted(infos.items(), key=lambda item: item[1].start):
         start = base + info.start
         if start < end:
-            raise cursor.fail(f"tensor {name!r} overlaps another tensor")
+            raise CheckpointError(
+                f"{cursor.file.path}: tensor {name!r} overlaps another tensor at byte {start}"
+            )
         end = start + info.num_bytes
         if end > cursor.file.size:
-            raise cursor.fail(
-                f"tensor {name!r} ends at byte {end} of {cursor.file.size}: is the file truncated?"
+            raise CheckpointError(
+                f"{cursor.file.path}: tensor {name!r} ends at byte {end} of {cursor.file.size}: is "
+                "the file truncated?"
             )
         positioned[name] = TensorInfo(info.format, info.shape, start, info.num_bytes)
     return positioned

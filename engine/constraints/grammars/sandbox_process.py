@@ -124,7 +124,7 @@ def _read_framed() -> bytes:
 
 
 def _read(length: int) -> bytes:
-    """Read `length` bytes from the standard input; return none if the input ends before. Does not
+    """Read `length` bytes from the standard input; return b"" if the input ends before. Does not
     buffer, because `poll` would not see buffered bytes."""
     parts: list[bytes] = []
     while length and (part := os.read(STDIN, length)):

@@ -1,5 +1,8 @@
-"""The tags that authenticate frames and control messages: one AES-GMAC per record, with keys
-derived from the secret of a ticket.
+"""The tags that authenticate frames and control messages.
+
+Each frame header and each control message about an attempt has an AES-GMAC, and so has a plain
+payload from host memory; an encrypted payload has the tag of AES-GCM. The keys are derived from the
+secret of a ticket.
 
 The secret never travels on the data connection. Each direction has a separate key, and a nonce is
 (domain, sequence): a sequence number is used once per ticket, direction and domain. A resent frame

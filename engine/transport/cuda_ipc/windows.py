@@ -95,8 +95,8 @@ class DeviceWindows:
             return window
 
     def give_back(self, window: DeviceWindow) -> None:
-        """Take back a window whose connection has ended; its writer may be alive and still write
-        into it."""
+        """Take back a window whose connection has ended. Its writer may still write into it, so
+        another process gets it, or it is freed, only when no process has it open."""
         with self._lock:
             if self._end is None:
                 self._abandoned.append(window)

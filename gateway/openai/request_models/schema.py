@@ -106,8 +106,8 @@ Thought = Annotated[str | None, BeforeValidator(_joined_texts)]
 
 
 class Message(Body):
-    """One message of a conversation. Its role and content are checked later, in text/templates,
-    when the chat template is filled."""
+    """One message of a conversation. The value of its role and its content are checked later, by
+    text/messages.py, when the chat template is filled."""
 
     role: Annotated[str, WithJsonSchema({**base.TEXT, "enum": list(base.ROLES)})]
     content: Annotated[Any, WithJsonSchema(base.CONTENT)] = None

@@ -108,7 +108,7 @@ async def read_blob(channel: grpc.aio.Channel, digest: str) -> bytes:
                     )
     except (grpc.aio.AioRpcError, ConnectionError) as error:
         raise ServiceError(
-            pb.UNAVAILABLE, "the model's tokenizer files cannot be read from the other process"
+            pb.UNAVAILABLE, "a model file (tokenizer, template or config) cannot be fetched"
         ) from error
     if blob_digest(bytes(data)) != digest:
         raise ServiceError(

@@ -48,8 +48,8 @@ class SessionListener(Protocol):
         or `refused` follows."""
 
     def broken(self, worker: Worker) -> None:
-        """Process that a worker whose session broke is alive, though messages of that session may
-        be lost."""
+        """Process that a worker whose session broke can be reached again; messages of that session
+        may be lost."""
 
     def refused(self, worker: Worker) -> None:
         """Process that the worker's port refuses connections, which means that the worker is

@@ -40,8 +40,8 @@ class FirstToken:
 
     def complete(self, phases: pb.Phases, attempt: bytes) -> None:
         """Turn the phases that the finished attempt reported into those of the whole request, whose
-        sum is the time to its first token. No effect if another router began the attempt that
-        produced the first token."""
+        sum (without `route_s`, a part of `queue_s`) is the time to its first token. No effect if
+        another router began the attempt that produced the first token."""
         if not self._attempt:
             return
         if self._attempt != attempt:
