@@ -104,6 +104,7 @@ def _architectures() -> Iterator[tuple[str, ...]]:
             gguf = "`llama`"
         names = ", ".join(f"`{name}`" for name in spec.architectures)
         summary = _summary(spec.parse if spec.parse.__doc__ else module)
+        summary = summary.removeprefix("Parse the config of ")
         if "ForConditionalGeneration" in names:
             summary = "with a vision tower, of which only the text part is served"
         yield names, gguf, summary, f"{module.__name__.rpartition('.')[2]}.py"
