@@ -39,6 +39,8 @@ class Constraints:
         that marks it.
         """
         after, start = self.grammar_after, self.thinking_start
+        if not (after or start):
+            return self
         closing = self.grammar_after_text.rstrip()
         if closing and _end_text(prompt, vocabulary).endswith(closing):
             after = ()

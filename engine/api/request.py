@@ -78,9 +78,9 @@ class ThinkingBudget:
 class ClientParams:
     """Sampling parameters that mean the same to a client and to the engine.
 
-    The requests of HTTP, gRPC and Python and the engine's SamplingParams extend this class, and
-    conversions between them go by field name. None is the model's value, else the default that
-    SamplingParams has.
+    RequestedSampling (text/request.py), the Python API's SamplingParams and the engine's
+    SamplingParams extend this class, and conversions between them go by field name. None is the
+    model's value, else the default of the engine's SamplingParams.
     """
 
     temperature: float | None = None  # 0 is greedy

@@ -4,7 +4,7 @@ Service that ends each request once its prompt is known."""
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.gateway.anthropic import AnthropicApi
 from pdserve.gateway.caller import Caller
@@ -46,8 +46,10 @@ class PromptService(Service):
         self, request: ChatCompletionRequest | TextCompletionRequest, caller: Caller
     ) -> AsyncIterator[PreparedCompletion]:
         model = await self.catalog.get(request.model)
-        self.check(request, model)
-        prompt = (await self.prompt_tokens(request, model, caller.tenant.id))[0]
+        self.check_request(request, model)
+        if isinstance(request, TextCompletionRequest):
+            request = replace(request, prompts=request.prompts[:1])
+        (prompt,) = await self.prompt_tokens(request, model, caller.tenant.id)
         raise _end(model, prompt.ids, request.cache_salt, caller)
         yield
 

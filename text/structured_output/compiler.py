@@ -1,6 +1,7 @@
 """Compiles the structures of requests, so that workers get only grammars that compile.
 
-Runs in a tokenizer worker, because grammars are untrusted and can take much time and memory.
+A gateway runs it in a tokenizer worker, because clients' grammars are untrusted and can take much
+time and memory; the Python API runs it in its own process, without limits.
 """
 
 import json
