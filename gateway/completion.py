@@ -128,7 +128,7 @@ class PromptRun:
                 if isinstance(item, RequestEvent):
                     self._note(item)
         if self._num_open:
-            raise ServiceError(INTERNAL, "an answer was cut short")
+            raise ServiceError(INTERNAL, "the answer ended before it was complete")
         counts = {choice.index: choice.num_tokens for choice in self._choices}
         self._completion.meter.finished(self._finished, counts)
 
@@ -191,7 +191,7 @@ class PromptRun:
         if choice.closed:
             return None
         if tokens.finish == ABORTED:
-            raise ServiceError(INTERNAL, "an answer was cut short")
+            raise ServiceError(INTERNAL, "the answer ended before it was complete")
         scores = [from_wire(score) for score in tokens.logprobs]
         delta = choice.push(tokens.ids, _FINISH.get(tokens.finish), scores)
         return self._counted(tokens.choice, delta, len(tokens.ids), ended=bool(tokens.finish))

@@ -2,9 +2,9 @@
 
 The listener accepts connections until it is closed, despite any error. The process with the fewest
 connections accepts the next one, so that even a few long connections are spread. The counts are in
-memory shared through a file; each process writes only its own. One address may have half of all
-connections, others have shares of the rest (FairShare); excess connections are closed at once. An
-IPv6 network of 64 bits counts as one address, since it has one owner.
+memory shared through a file; each process writes only its own. One address may hold half of all
+connections; the others share the rest (FairShare). Excess connections are closed at once. An IPv6
+network of 64 bits counts as one address, since it has one owner.
 
 Only processes of its user can open a gateway's Unix socket, and no browser can. The module imports
 no HTTP library: the parent of several gateway processes holds their ports with it.
@@ -117,7 +117,7 @@ def _remove_stale(path: str) -> None:
     raise FileExistsError(0, "another server is listening there")
 
 
-UNREADY = 1 << 20  # more than a process can hold: the others go first
+UNREADY = 1 << 20  # added to the count of an unready process, so that all others have fewer
 _ITEM_BYTES = 4
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 4096
@@ -129,8 +129,9 @@ FULL_LOG_S = 10.0  # between log lines about missing room
 
 
 class ConnectionCounts:
-    """The connections of `num` gateway processes, as process `index` uses the counts in the file at
-    `path`; it is unready at first. Raises OSError."""
+    """Counts of the open connections of `num` gateway processes, in a file that all of them share.
+    Process `index` reads all counts and writes its own. It accepts no connections before
+    `set_ready`. Raises OSError."""
 
     def __init__(self, path: Path, index: int, num: int) -> None:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -41,8 +41,9 @@ class LLM:
         reasoning_parser: str = AUTO,
         **options: Any,
     ) -> None:
-        """Load `model`, a value of `pdserve up --model` or an EngineConfig. `options` are its other
-        fields (`weights="bf16"`, `kv_tokens=8192`, ...). Parsers are options of `pdserve gateway`.
+        """Load `model`, a value of `pdserve up --model` or an EngineConfig. `options` are the other
+        fields of EngineConfig (`weights="bf16"`, `kv_tokens=8192`, ...). `tool_parser` and
+        `reasoning_parser` take the values of these options of `pdserve gateway`.
 
         Raises TypeError for an unknown option, ValueError for a bad value, CheckpointError.
         """

@@ -39,7 +39,7 @@ _recorded_prompts: ContextVar[list[RequestPrompt]] = ContextVar("recorded_prompt
 
 
 class PromptService(Service):
-    """A Service that runs nothing: a request ends when its prompt is known."""
+    """A Service that runs no request: each ends with an error once its first prompt is known."""
 
     @asynccontextmanager
     async def prepare(

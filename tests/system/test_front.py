@@ -383,7 +383,10 @@ class Fronts:
 def python_scores(logprobs: Sequence[Mapping[int, Logprob] | None] | None) -> Scores:
     if logprobs is None:
         return None
-    return [one and {token: entry.logprob for token, entry in one.items()} for one in logprobs]
+    return [
+        None if one is None else {token: entry.logprob for token, entry in one.items()}
+        for one in logprobs
+    ]
 
 
 def http_scores(logprobs: dict[str, Any] | None) -> Scores:
@@ -410,12 +413,17 @@ def http_scores(logprobs: dict[str, Any] | None) -> Scores:
 def http_prompt_scores(logprobs: Sequence[dict[str, Any] | None] | None) -> Scores:
     if logprobs is None:
         return None
-    return [one and {int(i): entry["logprob"] for i, entry in one.items()} for one in logprobs]
+    return [
+        None if one is None else {int(token): entry["logprob"] for token, entry in one.items()}
+        for one in logprobs
+    ]
 
 
 def about(scores: Scores) -> Any:
-    """Return what equals these log-probabilities but for rounding."""
-    return scores and [one and pytest.approx(one, abs=1e-4) for one in scores]
+    """Return a value that equals these log-probabilities within rounding errors."""
+    if scores is None:
+        return None
+    return [None if one is None else pytest.approx(one, abs=1e-4) for one in scores]
 
 
 @contextmanager
