@@ -17,7 +17,7 @@ from pdserve.protos.common_pb2 import (
     ModelCard,
 )
 from pdserve.services.common.errors import ServiceError, quoted
-from pdserve.text import UnsupportedTokenizer
+from pdserve.text import ParserChoice, Preparation, UnsupportedTokenizer
 from pdserve.text.tokenizer import TextModelInfo
 from pdserve.text.tool_parsers import FALLBACK_PARSER
 from pdserve.text.workers import LoadedTokenizer, TokenizerPool
@@ -25,16 +25,18 @@ from pdserve.text.workers import LoadedTokenizer, TokenizerPool
 log = logging.getLogger(__name__)
 Key = tuple[str, str, str]  # digests of tokenizer, template and generation defaults
 
-MAX_LOADED = 32
+DETECTED_PARSERS = ParserChoice()
+MAX_LOADED = 32  # tokenizers kept loaded; the least recently used are dropped
 REFUSED_S = 60.0  # pause before files that cannot be loaded are tried again
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that clients can name."""
+    """A model that clients can name. `preparation`: the steps that prepare requests for it."""
 
     card: ModelCard
     text: LoadedTokenizer
+    preparation: Preparation
 
 
 class Catalog:
@@ -46,11 +48,15 @@ class Catalog:
         text_pool: TokenizerPool,
         aliases: Sequence[str] = (),
         any_model: bool = False,
+        parsers: ParserChoice = DETECTED_PARSERS,
+        strict_max_tokens: bool = False,
     ) -> None:
         """`aliases`: NAME=MODEL, or NAME alone for the only served model. `any_model`: any unknown
-        name means the only served model."""
+        name means the only served model. `parsers`, `strict_max_tokens`: as in Preparation."""
         self._aliases = dict(_alias(text) for text in aliases)
         self._any_model = any_model
+        self._parsers = parsers
+        self._strict_max_tokens = strict_max_tokens
         self._upstream = upstream
         self._text_pool = text_pool
         self._seen: dict[str, ModelCard] = {}
@@ -123,7 +129,17 @@ class Catalog:
             card = self._seen[model]
         else:
             card = self._resolved(name, cards)
-        return ServedModel(card, await self._text(card))
+        text = await self._text(card)
+        preparation = Preparation(
+            card,
+            text.vocabulary,
+            text.defaults,
+            self._parsers,
+            text.tool_parser,
+            text.reasoning_parser,
+            self._strict_max_tokens,
+        )
+        return ServedModel(card, text, preparation)
 
     def _model(self, name: str, names: Collection[str]) -> str | None:
         """Return the model of the name or alias; "" is the only model, None is an unknown one."""

@@ -8,17 +8,14 @@ Each completion ends with exactly one Usage, or raises one ServiceError.
 """
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from pdserve.engine.api import TokenLogprob
 from pdserve.gateway.prepared_completion import PreparedCompletion, Usage, WriteText
 from pdserve.gateway.router_client import Upstream, merge
-from pdserve.gateway.sampling import check_logprobs
-from pdserve.protos import common_pb2
+from pdserve.gateway.sampling import check_logprobs, from_wire
 from pdserve.protos.common_pb2 import (
     ABORTED,
     CANCELLED,
@@ -28,6 +25,7 @@ from pdserve.protos.common_pb2 import (
     Finished,
     FinishReason,
     Start,
+    TokenLogprob,
     Tokens,
 )
 from pdserve.protos.router_pb2 import RequestEvent
@@ -45,7 +43,6 @@ from pdserve.text import (
 from pdserve.text.tokenizer import Vocabulary
 
 AT_ONCE = 8  # prompt tokens described before other tasks run
-LEAST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot write
 _FINISH: dict[FinishReason, str] = {STOP: "stop", LENGTH: "length"}
 END_EVENTS_S = 2.0  # for the router to end a request whose choices have all ended here
 T = TypeVar("T")
@@ -88,6 +85,7 @@ class PromptRun:
         # The prompt's tokens as every choice echoes them, once described.
         self._echoed: tuple[ScoredToken, ...] | None = None if completion.echo else ()
         self._withheld: dict[int, tuple[int, ...]] = {}  # ids without text so far, by choice
+        # Kept as messages, which take a fraction of the memory of converted ones.
         self.prompt_scores: list[TokenLogprob] = []
         self._finished = Finished()
 
@@ -130,7 +128,7 @@ class PromptRun:
                 if isinstance(item, RequestEvent):
                     self._note(item)
         if self._num_open:
-            raise ServiceError(INTERNAL, "an answer was cut short")
+            raise ServiceError(INTERNAL, "the answer ended before it was complete")
         counts = {choice.index: choice.num_tokens for choice in self._choices}
         self._completion.meter.finished(self._finished, counts)
 
@@ -138,7 +136,7 @@ class PromptRun:
         """Record an event without tokens. Raises ServiceError if the request failed."""
         kind = event.WhichOneof("event")
         if kind == "prompt_logprobs":
-            self.prompt_scores.extend(map(_score, event.prompt_logprobs.logprobs))
+            self.prompt_scores.extend(event.prompt_logprobs.logprobs)
         elif kind == "placed":
             self._completion.meter.placed(event.placed)
         elif kind == "finished":
@@ -176,7 +174,7 @@ class PromptRun:
             return None
         text = None if self._write is None or self._withheld else choice.push_text(id_)
         if text is None:  # the token may yield more
-            delta = self._counted(number, choice.push_id(id_), 1, ended=False)
+            delta = self._counted(number, choice.push((id_,), None), 1, ended=False)
             if delta is None or self._write is None:
                 return delta
             text = only_text(delta)
@@ -193,8 +191,8 @@ class PromptRun:
         if choice.closed:
             return None
         if tokens.finish == ABORTED:
-            raise ServiceError(INTERNAL, "an answer was cut short")
-        scores = [_score(score) for score in tokens.logprobs]
+            raise ServiceError(INTERNAL, "the answer ended before it was complete")
+        scores = [from_wire(score) for score in tokens.logprobs]
         delta = choice.push(tokens.ids, _FINISH.get(tokens.finish), scores)
         return self._counted(tokens.choice, delta, len(tokens.ids), ended=bool(tokens.finish))
 
@@ -237,28 +235,19 @@ class PromptRun:
 async def score_prompt(
     vocabulary: Vocabulary, ids: Sequence[int], scores: Sequence[TokenLogprob], num_top: int
 ) -> tuple[ScoredToken, ...]:
-    """Return the tokens of an echoed prompt, each with its `num_top` best. `scores` belong to
-    ids[1:]; offsets follow the texts. Other tasks run after every AT_ONCE tokens."""
+    """Return the tokens of an echoed prompt, each with the `num_top` best. `scores` belong to
+    ids[1:]. Other tasks run after every AT_ONCE tokens."""
     result = []
     offset = 0
     text = vocabulary.incremental(skip_special_tokens=False)
     for index, (token, score) in enumerate(zip(ids, [None, *scores], strict=True)):
         if index % AT_ONCE == 0:
             await asyncio.sleep(0)
-        token_scores = scored(vocabulary, token, score, offset)
+        logprobs = None if score is None else from_wire(score)
+        token_scores = scored(vocabulary, token, logprobs, offset)
         result.append(replace(token_scores, top=token_scores.top[:num_top]))
         offset += len(text.push([token]))
     return tuple(result)
-
-
-def _score(score: common_pb2.TokenLogprob) -> TokenLogprob:
-    """Convert a log-probability from the wire; all are finite."""
-    top = zip(score.top_ids, map(_finite, score.top_logprobs), strict=True)
-    return TokenLogprob(_finite(score.logprob), tuple(top))
-
-
-def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
 
 
 async def _last(events: AsyncIterator[T]) -> list[T]:

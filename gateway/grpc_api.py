@@ -180,4 +180,5 @@ def _sampling(options: TextOptions) -> RequestedSampling:
         raise refuse(name, f"{name} is not supported in text requests; use Router.Generate")
     if options.HasField("seed"):
         values["seed"] = options.seed
-    return RequestedSampling(stop=tuple(options.stop), **values)
+    stop = tuple(filter(None, options.stop))  # an empty one stops nothing
+    return RequestedSampling(stop=stop, **values)

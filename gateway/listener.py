@@ -120,7 +120,7 @@ def _remove_stale(path: str) -> None:
     raise FileExistsError(0, "another server listens on this path")
 
 
-UNREADY = 1 << 20  # more than a process can hold: the others go first
+UNREADY = 1 << 20  # added to the count of an unready process, so that all others have fewer
 _ITEM_BYTES = 4
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 4096

@@ -160,7 +160,10 @@ class GatewayProcess:
         self._readiness = Readiness(self._client, self._service.catalog)
         self._http = self._make_http()
         self._grpc = self._make_grpc(access)
-        self._tasks: list[asyncio.Task[None]] = []  # that end only by a failure, or when cancelled
+        # `start` creates the tasks. They end only by a failure, or when cancelled.
+        self._serving: asyncio.Task[None]
+        self._announcing: asyncio.Task[None]
+        self._tasks: list[asyncio.Task[None]] = []
 
     def _make_records(self) -> tuple[GatewayMetrics, ConnectionCounts | None, GatewayProcesses]:
         """Make what the gateway's processes share: in their common folder if there are several."""
@@ -193,14 +196,16 @@ class GatewayProcess:
             self._rates,
             Records(self._metrics, time.monotonic, count_usage, tracer, self._processes),
             ServiceOptions(
-                settings.request_timeout_s,
-                settings.queue_timeout_s,
-                settings.template_kwargs,
-                ParserChoice(settings.tool_parser, settings.reasoning_parser),
-                settings.strict_max_tokens,
-                settings.aliases,
-                settings.any_model,
-                None if mcp is None else McpTools(mcp, settings.mcp_max_rounds, time.monotonic),
+                timeout_s=settings.request_timeout_s,
+                queue_timeout_s=settings.queue_timeout_s,
+                template_kwargs=settings.template_kwargs,
+                parsers=ParserChoice(settings.tool_parser, settings.reasoning_parser),
+                strict_max_tokens=settings.strict_max_tokens,
+                aliases=settings.aliases,
+                any_model=settings.any_model,
+                server_tools=(
+                    None if mcp is None else McpTools(mcp, settings.mcp_max_rounds, time.monotonic)
+                ),
             ),
         )
 

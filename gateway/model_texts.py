@@ -27,7 +27,8 @@ IDS_AT_ONCE = 256  # ids decoded before other tasks run
 
 
 class ModelTexts:
-    """Converter of texts and ids, in tokenizer workers or in turns. Raises ServiceError."""
+    """Converts texts to token ids in tokenizer workers, and token ids to text on the event loop,
+    where owners take turns. Methods raise ServiceError."""
 
     def __init__(self, rates: RateLimits, template_kwargs: Collection[str]) -> None:
         """`template_kwargs`: names that clients may set for a chat template."""
@@ -141,7 +142,7 @@ def kept_ids(
 
 
 def check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
-    """Check ids. Raises ServiceError for an id outside the vocabulary."""
+    """Check that the vocabulary has all ids. Raises ServiceError that names `param`."""
     try:
         model.text.vocabulary.check_ids(ids)
     except TextError as error:
@@ -155,7 +156,7 @@ def check_room(prompt_len: int, num_new: int, model: ServedModel, param: str) ->
 
 
 def _max_prompt_chars(count: int, model: ServedModel, param: str) -> int:
-    """Return a prompt's most characters. Raises ServiceError if `count` is more."""
+    """Return how many characters a prompt may have. Raises ServiceError if it has more: `count`."""
     max_chars = int(model.card.context_len) * CHARS_PER_TOKEN
     if count > max_chars:
         raise service_error(context_overflow(model.card, least_tokens(count), param))

@@ -108,7 +108,7 @@ class PoolingRuns:
         template: Start,
         answer: Answer[T],
     ) -> AsyncGenerator[tuple[int, T], None]:
-        """Run one input after the other, of those that no other lane has taken."""
+        """Run inputs one after the other. Lanes share the iterator, so each input runs once."""
         for number, ids in inputs:
             yield number, await self._run_one(prepared, number, ids, template, answer)
 
@@ -134,7 +134,7 @@ class PoolingRuns:
                 else:
                     value = answer(event) if value is None else value
         if value is None:
-            raise ServiceError(INTERNAL, "an answer was cut short")
+            raise ServiceError(INTERNAL, "the answer ended before it was complete")
         await asyncio.sleep(0)  # other tasks run between two inputs
         return value
 

@@ -61,8 +61,8 @@ class Usage:
 Run = Callable[[PreparedCompletion], AsyncGenerator[Delta | Usage, None]]
 
 WriteText = Callable[[int, str], bool]
-"""Sends a choice's next text to the client at once; false: it did not, and the text is still to be
-sent."""
+"""Sends the next text of a choice to the client at once. Returns False if it did not: the caller
+then sends the text."""
 
 
 class ToolLoop(Protocol):

@@ -1,5 +1,5 @@
-"""Sampling parameters between an API's body and the wire: errors, schemas, and the message that
-workers read. The rules are in text/sampling.py."""
+"""Sampling parameters between an API's body and the wire: errors, schemas, the message that workers
+read, and the log-probabilities that they return. The rules are in text/sampling.py."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -9,16 +9,18 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from pdserve.engine.api import BOUNDS, ClientParams, SamplingParams
+from pdserve.engine.api import BOUNDS, ClientParams, SamplingParams, TokenLogprob
 from pdserve.protos import common_pb2
 from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED, INVALID_ARGUMENT
 from pdserve.services.common.errors import ServiceError
 from pdserve.text import ContextExceeded, RequestedSampling, TextError
 
 MAX_LOGPROBS = 1 << 20  # in an answer held until it is complete: some 70 MB
+LEAST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot write
 
 
 def refuse(param: str, message: str) -> ServiceError:
+    """Return the error INVALID_ARGUMENT that names a field of the request."""
     return ServiceError(INVALID_ARGUMENT, message, param=param)
 
 
@@ -46,7 +48,8 @@ only the repetition penalty counts the prompt's."""
 
 
 def within_window(penalties: Mapping[str, float], window: int | None) -> dict[str, Any]:
-    """Return a request's penalties and window, by their names in RequestedSampling."""
+    """Return a request's penalties and window, by their names in RequestedSampling. `window` is a
+    PenaltyWindow; None: the default, as -1."""
     if window == 0:
         return {**_NO_PENALTIES}
     return {**penalties, "penalty_window": max(0, window or 0)}
@@ -81,6 +84,17 @@ def to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
         wire.thinking.end_ids.extend(params.thinking.end_ids)
         wire.thinking.SetInParent()
     return wire
+
+
+def from_wire(score: common_pb2.TokenLogprob) -> TokenLogprob:
+    """Convert the log-probabilities at one position; LEAST_LOGPROB replaces numbers that are not
+    finite."""
+    top = zip(score.top_ids, map(_finite, score.top_logprobs), strict=True)
+    return TokenLogprob(_finite(score.logprob), tuple(top))
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
 
 
 # Body fields that have the bounds of another name.

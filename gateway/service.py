@@ -1,9 +1,10 @@
 """Turns a client's request into a prepared completion: limits, model, template, tokens, parameters.
 
-REST and gRPC both enter here. Invariant: however the `prepare` block ends, the request no longer
+HTTP and gRPC both enter here. Invariant: however the `prepare` block ends, the request no longer
 counts in the limits and its line is in the log.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -35,15 +36,14 @@ from pdserve.text import (
     ClientRequest,
     Constraints,
     ParserChoice,
-    Preparation,
     RequestedSampling,
     TextCompletionRequest,
-    check,
+    check_sampling,
 )
 from pdserve.text.workers import LoadedTokenizer, TokenizerPool, prepare_constraints
 
-MAX_TOTAL_CHOICES = 512
-
+MAX_TOTAL_CHOICES = 512  # of all prompts of a request together
+PROMPTS_AT_ONCE = 8  # prompts whose parameters are made before other tasks run
 
 NextTurn = Callable[[PreparedCompletion, ChatCompletionRequest, int], Awaitable[PreparedCompletion]]
 
@@ -93,7 +93,7 @@ class PromptTokens(NamedTuple):
 
 
 class Service:
-    """Entry point of all APIs."""
+    """Entry point of all APIs: prepares requests, and owns the parts that run them."""
 
     def __init__(
         self,
@@ -105,7 +105,14 @@ class Service:
         options: ServiceOptions,
     ) -> None:
         self.upstream = upstream
-        self.catalog = Catalog(upstream, text_pool, options.aliases, options.any_model)
+        self.catalog = Catalog(
+            upstream,
+            text_pool,
+            options.aliases,
+            options.any_model,
+            options.parsers,
+            options.strict_max_tokens,
+        )
         self.completions = Completions(upstream, records.clock)
         self.pooling = PoolingRuns(upstream, records.clock)
         self.parsers = options.parsers
@@ -130,7 +137,7 @@ class Service:
         async with self._open(caller) as (admitted, meter):
             async with self._counted(caller):
                 model = await self.catalog.get(request.model)
-                self.check(request, model)
+                self.check_request(request, model)
                 tool_loop: ToolLoop | None = None
                 if isinstance(request, ChatCompletionRequest):
                     request, tool_loop = self._offered(request, model, caller)
@@ -164,14 +171,16 @@ class Service:
     ) -> tuple[list[Prompt], RequestedSampling, AnswerFormat]:
         """Return the prompts of a checked request with their parameters, the sampling with the
         constraints of tools and reasoning, and how the answer is read. Raises ServiceError."""
-        steps, tokens = self._preparation(model), await self.prompt_tokens(request, model, owner)
+        steps, tokens = model.preparation, await self.prompt_tokens(request, model, owner)
+        prompts: list[Prompt] = []
         with client_errors():
             sampling, form = steps.format(request, tokens[0].ids)
             constraints = await self._constraints(sampling, model, owner)
-            prompts = [
-                Prompt(ids, text, to_wire(steps.params(request, sampling, constraints, ids)))
-                for ids, text in tokens
-            ]
+            for index, (ids, text) in enumerate(tokens, start=1):
+                params = steps.params(request, sampling, constraints, ids)
+                prompts.append(Prompt(ids, text, to_wire(params)))
+                if index % PROMPTS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
         return prompts, sampling, form
 
     @asynccontextmanager
@@ -281,22 +290,23 @@ class Service:
     def _offered(
         self, request: ChatCompletionRequest, model: ServedModel, caller: Caller
     ) -> tuple[ChatCompletionRequest, ToolLoop | None]:
-        """Add the tools of MCP servers if the model can call tools; also return the loop that
-        carry out their calls, or None without such tools."""
+        """Add the tools of MCP servers if the model can call tools. Return the request, and the
+        loop that carries out the calls of these tools; None if there are no such tools."""
         tools = self._options.server_tools
         # A line of a batch may run again, which would repeat the effects of its calls.
         if tools is None or caller.background or not self.may_call_tools(model.text):
             return request, None
         return tools.offer(request, self._next_turn)
 
-    def check(self, request: ClientRequest, model: ServedModel) -> None:
-        """Check what does not depend on the prompts' tokens. Raises ServiceError."""
+    def check_request(self, request: ClientRequest, model: ServedModel) -> None:
+        """Check a request except for its prompts: the kind of the model, the sampling and the
+        number of choices. Raises ServiceError."""
         is_text = isinstance(request, TextCompletionRequest)
         if model.card.pooling or model.card.score_token_ids:
             raise not_supported("Completions" if is_text else "Chat Completions")
         with client_errors():
-            check(request.sampling)
-            self._preparation(model).check(request.sampling)
+            check_sampling(request.sampling)
+            model.preparation.check_model_bounds(request.sampling)
         if isinstance(request, TextCompletionRequest):
             choices = len(request.prompts) * (request.sampling.best_of or request.sampling.n)
             if choices > MAX_TOTAL_CHOICES:
@@ -306,11 +316,12 @@ class Service:
     async def prompt_tokens(
         self, request: ClientRequest, model: ServedModel, owner: bytes
     ) -> list[PromptTokens]:
-        """Return the prompts, of which a chat has one. Raises ServiceError."""
+        """Return the prompts of a request, of which a chat has one, each checked to leave room for
+        its answer. Raises ServiceError."""
         if isinstance(request, ChatCompletionRequest):
             ids = _kept(request, await self._chat_ids(request, model, owner), model)
             with client_errors():
-                self._preparation(model).check_prompt(request, ids)
+                model.preparation.check_prompt(request, ids)
             return [PromptTokens(ids)]
         return [
             await self._text_tokens(request, prompt, model, owner) for prompt in request.prompts
@@ -333,7 +344,7 @@ class Service:
             all_ids = prompt
         ids = _kept(request, all_ids, model)
         with client_errors():
-            self._preparation(model).check_prompt(request, ids)
+            model.preparation.check_prompt(request, ids)
         if isinstance(prompt, str) and len(ids) == len(all_ids):
             return PromptTokens(ids, prompt)
         if request.echo:
@@ -346,29 +357,18 @@ class Service:
         self, request: ChatCompletionRequest, model: ServedModel, owner: bytes
     ) -> list[int]:
         with client_errors():
-            conversation = self._preparation(model).conversation(request)
+            conversation = model.preparation.conversation(request)
         return await self.texts.chat_ids(model, conversation, owner)
 
     async def _constraints(
         self, sampling: RequestedSampling, model: ServedModel, owner: bytes
     ) -> Constraints:
-        """Return the constraints on the answers besides their sampling."""
+        """Return the constraints on the answers besides their sampling; empty ones if there are
+        none. Raises TextError, ServiceError."""
         if not sampling.is_constrained:
             return Constraints()
         await self.rates.check_text(owner)
         return await prepare_constraints(sampling, model.text, owner)
-
-    def _preparation(self, model: ServedModel) -> Preparation:
-        text = model.text
-        return Preparation(
-            model.card,
-            text.vocabulary,
-            text.defaults,
-            self.parsers,
-            text.tool_parser,
-            text.reasoning_parser,
-            self._options.strict_max_tokens,
-        )
 
     def may_call_tools(self, text: LoadedTokenizer) -> bool:
         """Return whether the model's template shows tools, and its calls are parsed."""

@@ -12,13 +12,13 @@ from typing import Unpack
 
 from pdserve.engine.api import Request
 from pdserve.engine.checkpoints import CardData
-from pdserve.llm.chat import ChatOptions, chat_request
+from pdserve.llm.chat import ChatOptions
 from pdserve.llm.generation import Embedding, Generation, PreparedRequest, RequestEvent
 from pdserve.llm.model import Deliveries, InProcessModel, Model, config_of, put
 from pdserve.llm.outputs import Conversation, OutputDelta, RequestOutput
 from pdserve.llm.prompts import Prompt, as_list
-from pdserve.llm.sampling import SamplingParams, requested
-from pdserve.text import AUTO, ChatCompletionRequest, ParserChoice
+from pdserve.llm.sampling import SamplingParams
+from pdserve.text import AUTO, ParserChoice
 from pdserve.text.tokenizer.tokenizer import Tokenizer
 
 
@@ -126,8 +126,8 @@ class AsyncEngine:
         **options: Unpack[ChatOptions],
     ) -> RequestOutput:
         """Answer a conversation; arguments and errors are those of `LLM.chat`."""
-        chat = chat_request(messages, requested(sampling_params), priority, **options)
-        return await self._complete(await self._chat(chat))
+        chat = await self._chat(messages, sampling_params, priority, **options)
+        return await self._complete(chat)
 
     async def chat_stream(
         self,
@@ -138,8 +138,7 @@ class AsyncEngine:
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[OutputDelta, None]:
         """Stream the answer to a conversation; each tool call arrives complete, in one delta."""
-        chat = chat_request(messages, requested(sampling_params), priority, **options)
-        prepared = await self._chat(chat)
+        prepared = await self._chat(messages, sampling_params, priority, **options)
         async with aclosing(self._deltas(prepared.request, self._generation(prepared))) as deltas:
             async for delta in deltas:
                 yield delta
@@ -150,7 +149,7 @@ class AsyncEngine:
         **options: Unpack[ChatOptions],
     ) -> str:
         """Return the prompt that `chat` renders for a conversation. Raises InvalidRequest."""
-        return self._model.prompts.rendered(chat_request(messages, requested(), **options))
+        return self._model.prompts.rendered(messages, **options)
 
     async def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
         """Return the embedding of each prompt; details and errors are those of `LLM.embed`."""
@@ -167,8 +166,15 @@ class AsyncEngine:
     ) -> PreparedRequest:
         return await asyncio.to_thread(self._model.prompts.text, prompt, params, priority)
 
-    async def _chat(self, request: ChatCompletionRequest) -> PreparedRequest:
-        return await asyncio.to_thread(self._model.prompts.chat, request)
+    async def _chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None,
+        priority: int,
+        **options: Unpack[ChatOptions],
+    ) -> PreparedRequest:
+        chat = self._model.prompts.chat
+        return await asyncio.to_thread(chat, messages, params, priority, **options)
 
     def _generation(self, prepared: PreparedRequest) -> Generation:
         return Generation(prepared, self.tokenizer)

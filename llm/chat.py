@@ -7,7 +7,14 @@ from typing import Any, TypedDict
 from pdserve.engine.api import InvalidRequest
 from pdserve.llm.outputs import Conversation
 from pdserve.llm.sampling import invalid_requests
-from pdserve.text import ChatCompletionRequest, RequestedSampling, TemplateInput, Tool, ToolUse
+from pdserve.text import (
+    ChatCompletionRequest,
+    RequestedSampling,
+    TemplateInput,
+    Tool,
+    ToolUse,
+    make_tool_use,
+)
 
 ToolChoice = str | Mapping[str, Any]  # auto, none, required, or {"function": {"name": ...}}
 _NAME = re.compile("[a-zA-Z0-9_.-]{1,128}")
@@ -40,9 +47,9 @@ def chat_request(
     `continue_final_message`. Raises InvalidRequest, TypeError for a non-conversation."""
     if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
         raise TypeError('a conversation must be a list of messages, {"role", "content"}')
-    use = tool_use(tools, tool_choice, parallel=parallel_tool_calls)
     adds_prompt = add_generation_prompt
     with invalid_requests():
+        use = tool_use(tools, tool_choice, parallel=parallel_tool_calls)
         conversation = TemplateInput(
             messages,
             not continue_final_message if adds_prompt is None else adds_prompt,
@@ -55,7 +62,7 @@ def chat_request(
 def conversations(
     messages: Conversation | Sequence[Conversation],
 ) -> tuple[Sequence[Conversation], bool]:
-    """Return the conversations as a list, and whether `messages` is a single one."""
+    """Return the conversations as a sequence, and whether `messages` is a single one."""
     if isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping):
         return messages, False  # type: ignore[return-value]
     return [messages], True  # type: ignore[list-item]
@@ -64,23 +71,17 @@ def conversations(
 def tool_use(
     tools: Sequence[Mapping[str, Any]], choice: ToolChoice, *, parallel: bool
 ) -> ToolUse | None:
-    """Parse tools and tool choice; return None without tools. Raises InvalidRequest."""
-    parsed_tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-    names = [tool.name for tool in parsed_tools]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise _refused(f"tools[{index}]", f"two tools have the name {name!r}")
-    if not parsed_tools:
-        if choice not in ("auto", "none"):
-            raise _refused("tool_choice", "tool_choice needs tools")
-        return None
+    """Parse tools and tool choice; return None without tools. Raises InvalidRequest, TextError."""
+    parsed_tools = {
+        f"tools[{index}].function": _tool(tool, f"tools[{index}]")
+        for index, tool in enumerate(tools)
+    }
     match choice:
         case "auto" | "none" | "required":
-            return ToolUse(parsed_tools, choice, parallel=parallel)
+            return make_tool_use(parsed_tools, choice, parallel=parallel)
         case {"function": {"name": str(name)}}:
-            if name not in names:
-                raise _refused("tool_choice", f"tool_choice: no tool has the name {name!r:.80}")
-            return ToolUse(parsed_tools, "required", (name,), parallel=False)
+            only = {"tool_choice": name}
+            return make_tool_use(parsed_tools, "required", only, parallel=False)
     if isinstance(choice, Mapping):
         raise _refused("tool_choice", "tool_choice must name a function")
     text = "tool_choice must be none, auto, required, or an object with a type"
@@ -93,14 +94,15 @@ def _tool(tool: Any, param: str) -> Tool:
         expected = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
         raise _refused(param, f"{param} must have the form {expected}")
     name, parameters = function.get("name"), function.get("parameters")
+    name_param, parameters_param = f"{param}.function.name", f"{param}.function.parameters"
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         expected_name = "1 to 128 letters, digits, _, . or -"
-        raise _refused(param, f"{param}.function.name must be {expected_name}, not {name!r:.80}")
+        raise _refused(name_param, f"{name_param} must be {expected_name}, not {name!r:.80}")
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise _refused(param, f"{param}.function.parameters must be a JSON schema")
+        raise _refused(parameters_param, f"{parameters_param} must be a JSON schema")
     description = function.get("description") or ""
     strict = bool(function.get("strict"))
-    return Tool(name, str(description), parameters, strict, f"{param}.function.parameters")
+    return Tool(name, str(description), parameters, strict, parameters_param)
 
 
 def _refused(param: str, message: str) -> InvalidRequest:

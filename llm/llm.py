@@ -12,12 +12,12 @@ from typing import Any, Unpack, overload
 from pdserve.cli.progress import progress_on
 from pdserve.engine.api import Request
 from pdserve.engine.checkpoints import CardData
-from pdserve.llm.chat import ChatOptions, chat_request, conversations
+from pdserve.llm.chat import ChatOptions, conversations
 from pdserve.llm.generation import Embedding, Generation, PreparedRequest, RequestEvent
 from pdserve.llm.model import InProcessModel, Model, config_of, put
 from pdserve.llm.outputs import Conversation, OutputDelta, RequestOutput
 from pdserve.llm.prompts import Prompt, as_list, per_prompt
-from pdserve.llm.sampling import SamplingParams, requested
+from pdserve.llm.sampling import SamplingParams
 from pdserve.text import AUTO, ParserChoice
 from pdserve.text.tokenizer.tokenizer import Tokenizer
 
@@ -41,8 +41,9 @@ class LLM:
         reasoning_parser: str = AUTO,
         **options: Any,
     ) -> None:
-        """Load `model`, a value of `pdserve up --model` or an EngineConfig. `options` are its other
-        fields (`weights="bf16"`, `kv_tokens=8192`, ...). Parsers are options of `pdserve gateway`.
+        """Load `model`, a value of `pdserve up --model` or an EngineConfig. `options` are the other
+        fields of EngineConfig (`weights="bf16"`, `kv_tokens=8192`, ...). `tool_parser` and
+        `reasoning_parser` take the values of these options of `pdserve gateway`.
 
         Raises TypeError for an unknown option, ValueError for a bad value, CheckpointError.
         """
@@ -128,11 +129,11 @@ class LLM:
         `continue_final_message` the answer continues the last message. Raises like `generate`.
         """
         batch, is_single = conversations(messages)
-        params = map(requested, per_prompt("sampling_params", sampling_params, len(batch)))
+        params = per_prompt("sampling_params", sampling_params, len(batch))
         priorities = per_prompt("priority", priority, len(batch))
         chats = zip(batch, params, priorities, strict=True)
-        requests = [chat_request(*chat, **options) for chat in chats]
-        outputs = self._generate(list(map(self._model.prompts.chat, requests)), progress)
+        prepared = [self._model.prompts.chat(*chat, **options) for chat in chats]
+        outputs = self._generate(prepared, progress)
         return outputs[0] if is_single else outputs
 
     def chat_stream(
@@ -145,8 +146,8 @@ class LLM:
     ) -> Generator[OutputDelta, None, None]:
         """Stream the answer to a conversation; each tool call arrives complete, in one delta.
         Arguments are those of `chat`; errors are those of `generate_stream`."""
-        chat = chat_request(messages, requested(sampling_params), priority, **options)
-        return self._stream(self._model.prompts.chat(chat))
+        prompts = self._model.prompts
+        return self._stream(prompts.chat(messages, sampling_params, priority, **options))
 
     def apply_chat_template(
         self,
@@ -154,7 +155,7 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> str:
         """Return the prompt that `chat` renders for a conversation. Raises InvalidRequest."""
-        return self._model.prompts.rendered(chat_request(messages, requested(), **options))
+        return self._model.prompts.rendered(messages, **options)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, progress: bool = False

@@ -1,7 +1,7 @@
 """Convert prompts, messages and params of the Python API to engine requests; thread-safe.
 
-The steps are those of every API (text/preparation.py). Chat templates and structures run in this
-process, without the limits of a gateway's tokenizer workers.
+The steps are those of every API (text/preparation.py). Chat templates and the compiler of grammars
+run in this process, without the limits of a gateway's tokenizer workers.
 """
 
 import hashlib
@@ -9,14 +9,16 @@ import json
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import replace
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from pdserve.engine.api import InvalidRequest, Request
 from pdserve.engine.api import SamplingParams as EngineParams
 from pdserve.engine.checkpoints import CardData
+from pdserve.llm.chat import ChatOptions, chat_request
 from pdserve.llm.generation import PreparedRequest
+from pdserve.llm.outputs import Conversation
 from pdserve.llm.sampling import SamplingParams, check_ids, invalid_requests, requested
 from pdserve.text import (
     ChatCompletionRequest,
@@ -71,21 +73,25 @@ class PromptMaker:
 
     def default_params(self) -> SamplingParams:
         """Return the params that the model recommends; the engine's defaults for the others."""
-        request = TextCompletionRequest(self._name, (), RequestedSampling())
-        params = self._steps.params(request, request.sampling, Constraints(), (0,))
-        recommended = (item.name for item in fields(self._text.defaults))
-        return SamplingParams(**{name: getattr(params, name) for name in recommended})
+        return SamplingParams(**self._steps.sampling_defaults(RequestedSampling()))
 
     def text(self, prompt: Prompt, params: SamplingParams | None, priority: int) -> PreparedRequest:
         """Build the request of a prompt. Raises InvalidRequest, TypeError for a non-prompt."""
         sampling = requested(params)
         with invalid_requests():
             ids = self.encode(prompt)
-            request = TextCompletionRequest(self._name, (ids,), sampling, priority=priority)
+            request = TextCompletionRequest("", (), sampling, priority=priority)
             return self._prepared(request, prompt if isinstance(prompt, str) else None, ids)
 
-    def chat(self, request: ChatCompletionRequest) -> PreparedRequest:
-        """Build the request of a chat. Raises InvalidRequest."""
+    def chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None,
+        priority: int,
+        **options: Unpack[ChatOptions],
+    ) -> PreparedRequest:
+        """Build the request of a chat. Raises InvalidRequest, TypeError for a non-conversation."""
+        request = chat_request(messages, requested(params), priority, **options)
         with invalid_requests():
             rendered = self._rendered(request)
             ids = self.tokenizer.encode_rendered(rendered)
@@ -96,8 +102,9 @@ class PromptMaker:
         with invalid_requests():
             return Request("", tuple(self.encode(prompt)), EngineParams(), 0, pool=True)
 
-    def rendered(self, request: ChatCompletionRequest) -> str:
+    def rendered(self, messages: Conversation, **options: Unpack[ChatOptions]) -> str:
         """Return the prompt of a conversation as text. Raises like `chat`."""
+        request = chat_request(messages, requested(), **options)
         with invalid_requests():
             return self._rendered(request).text
 
@@ -129,7 +136,7 @@ class PromptMaker:
             problem = f"priority must be a whole number, not {request.priority!r:.60}"
             raise InvalidRequest(problem, "priority")
         steps = self._steps
-        steps.check(request.sampling)
+        steps.check_model_bounds(request.sampling)
         steps.check_prompt(request, ids)
         sampling, form = steps.format(request, ids)
         params = steps.params(request, sampling, self._constraints(sampling), ids)
@@ -140,12 +147,15 @@ class PromptMaker:
     def _constraints(self, sampling: RequestedSampling) -> Constraints:
         if not sampling.is_constrained:
             return Constraints()
-        grammar = ""
-        if sampling.structure is not None:
-            check_structure(sampling, sampling.structure)
-            grammar = self._grammar(sampling.structure)
+        structure = sampling.structure
+        if structure is not None:
+            check_structure(sampling, structure)
         ids = {text: self.tokenizer.encode_within(text) for text in texts_of(sampling)}
-        return constraints_of(sampling, ids, grammar, self.tokenizer)
+        # Check the rest first: compiling the grammar takes longest.
+        constraints = constraints_of(sampling, ids, "", self.tokenizer)
+        if structure is None:
+            return constraints
+        return replace(constraints, grammar=self._grammar(structure))
 
     def _grammar(self, structure: Structure) -> str:
         """Return the grammar source of a structure; results are cached. Raises TextError."""

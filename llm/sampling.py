@@ -7,13 +7,21 @@ texts, a compiled grammar, and no None.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, get_args
 
 from pdserve.engine.api import ClientParams, ContextLengthExceeded, InvalidRequest
-from pdserve.text import ContextExceeded, Kind, RequestedSampling, Structure, TextError, check
+from pdserve.text import (
+    ID_LISTS,
+    ContextExceeded,
+    Kind,
+    RequestedSampling,
+    Structure,
+    TextError,
+    check_sampling,
+)
 
 _KINDS: dict[str, Kind] = {
     "json": "json_schema",
@@ -23,7 +31,6 @@ _KINDS: dict[str, Kind] = {
     "json_object": "json_object",
     "structural_tag": "structural_tag",
 }
-_IDS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,20 +48,24 @@ class StructuredOutputsParams:
     json_object: bool = False
     structural_tag: Mapping[str, Any] | None = None
     disable_any_whitespace: bool = False  # between the tokens of JSON
+    _structure: Structure = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest."""
+        """Parse the field that is set. Raises InvalidRequest."""
         names = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(names) != 1:
             names_text = " and ".join(names) or "none"
             raise _refused(
                 "structured_outputs", f"needs one of {', '.join(_KINDS)}, not {names_text}"
             )
-        self.structure()
+        object.__setattr__(self, "_structure", self._parsed(names[0]))
 
     def structure(self) -> Structure:
-        """Return the Structure that the grammar compiler takes. Raises InvalidRequest."""
-        (name,) = (name for name in _KINDS if getattr(self, name) not in (None, False))
+        """Return the Structure that the grammar compiler takes."""
+        return self._structure
+
+    def _parsed(self, name: str) -> Structure:
+        """Return the value of a field as a Structure. Raises InvalidRequest."""
         param, value = f"structured_outputs.{name}", getattr(self, name)
         if name == "json":
             value = _schema(value, param)
@@ -95,7 +106,7 @@ class SamplingParams(ClientParams):
             if not isinstance(value, kind) or isinstance(value, bool):
                 noun = "a whole number" if kind is Integral else "a number"
                 raise _refused(name, f"must be {noun}, not {value!r:.60}")
-        for name in _IDS:
+        for name in ID_LISTS:
             check_ids(getattr(self, name), name)
         if not isinstance(self.logit_bias, Mapping):
             raise _refused("logit_bias", f"must be a dict by token id, not {self.logit_bias!r:.60}")
@@ -112,7 +123,7 @@ class SamplingParams(ClientParams):
                 "structured_outputs", f"must be StructuredOutputsParams, not {kind_name}"
             )
         with invalid_requests():
-            check(self.requested())
+            check_sampling(self.requested())
 
     def requested(self) -> RequestedSampling:
         """Return the params in the form that all APIs share."""
@@ -120,7 +131,7 @@ class SamplingParams(ClientParams):
         params["logit_bias"] = dict(self.logit_bias)  # the caller may change its own
         return RequestedSampling(
             **params,
-            stop=_texts(self.stop, "stop"),
+            stop=tuple(filter(None, _texts(self.stop, "stop"))),  # an empty one stops nothing
             seed=self.seed,
             include_stop=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
@@ -143,7 +154,8 @@ _MAY_BE_NONE = frozenset(item.name for item in fields(SamplingParams) if item.de
 
 
 def requested(params: SamplingParams | None = None) -> RequestedSampling:
-    """Return a caller's params in the form that all APIs share. Raises TypeError."""
+    """Return a caller's params in the form that all APIs share; None requests the defaults. Raises
+    TypeError."""
     if params is None:
         return RequestedSampling()
     if not isinstance(params, SamplingParams):
@@ -155,7 +167,8 @@ def requested(params: SamplingParams | None = None) -> RequestedSampling:
 
 @contextmanager
 def invalid_requests() -> Iterator[None]:
-    """Convert a TextError to the error that the engine raises for such a request."""
+    """Convert a TextError to the engine's error for such a request: InvalidRequest, or
+    ContextLengthExceeded."""
     try:
         yield
     except ContextExceeded as error:
@@ -165,8 +178,8 @@ def invalid_requests() -> Iterator[None]:
 
 
 def check_ids(ids: Sequence[int], param: str) -> None:
-    """Raise InvalidRequest unless `ids` is a sequence of integers; the engine checks them against
-    the vocabulary."""
+    """Raise InvalidRequest unless `ids` is a sequence of integers. Whether the vocabulary has them
+    is checked when a model gets the request."""
     if isinstance(ids, str) or not isinstance(ids, Sequence):
         raise _refused(param, f"must be a list of token ids, not {ids!r:.60}")
     for token in ids:

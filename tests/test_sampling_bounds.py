@@ -26,7 +26,8 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.rpc import RequestProgress
 from pdserve.services.decode.convert import to_params, to_request
-from pdserve.text import GenerationDefaults, RequestedSampling
+from pdserve.text import RequestedSampling
+from pdserve.text.generation_config import GenerationDefaults
 
 LIMITS = EngineLimits(
     vocab_size=64,

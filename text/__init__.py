@@ -1,12 +1,6 @@
 """From messages to token ids and back, for gateway, picker and Python API."""
 
-from pdserve.text.answer_format import (
-    AUTO,
-    AnswerFormat,
-    Families,
-    ParserChoice,
-    shaped,
-)
+from pdserve.text.answer_format import AUTO, AnswerFormat, ParserChoice
 from pdserve.text.choice import Choice, Delta, LogprobEntry, ScoredToken, only_text, scored
 from pdserve.text.constraints import Constraints, check_structure, constraints_of, texts_of
 from pdserve.text.errors import (
@@ -17,13 +11,11 @@ from pdserve.text.errors import (
     UnsupportedTokenizer,
     least_tokens,
 )
-from pdserve.text.generation_config import GenerationDefaults
 from pdserve.text.messages import (
     EFFORTS,
     REASONING,
     VERBOSITIES,
     TemplateInput,
-    final_text,
     suggested_variables,
 )
 from pdserve.text.parts import (
@@ -45,5 +37,6 @@ from pdserve.text.request import (
     TextCompletionRequest,
     Tool,
     ToolUse,
+    make_tool_use,
 )
-from pdserve.text.sampling import check, context_overflow, seed_of
+from pdserve.text.sampling import ID_LISTS, check_sampling, context_overflow, seed_of

@@ -1,6 +1,7 @@
 """How one answer is read: the parsers of its reasoning and calls, and its tool constraints.
 
-The parser families come from the model's chat template or the gateway's settings.
+The parser families come from the model's chat template, or from the options tool_parser and
+reasoning_parser.
 """
 
 import secrets
@@ -107,7 +108,8 @@ class AnswerFormat:
 
 @dataclass(frozen=True, slots=True)
 class ParserChoice:
-    """Parser names that a gateway uses for every model: a name, "none", or "auto"."""
+    """The options tool_parser and reasoning_parser, which apply to every model: the name of a
+    parser, "none" for no parsing, or "auto" for the parser that the chat template implies."""
 
     tools: str = AUTO
     reasoning: str = AUTO
@@ -118,8 +120,9 @@ class ParserChoice:
         return self.tools != "none"
 
     def families(self, tool_parser: str, reasoning_parser: str) -> Families:
-        """Return the families for a model whose template is of the named ones. Without a tool
-        family, the prompt explains how to call tools."""
+        """Return the families for a model; the arguments name those of its template and are empty
+        if it has none. For a template without a tool family, "auto" is the generic family, whose
+        calls the prompt explains."""
         tools = (tool_parser or GENERIC_PARSER) if self.tools == AUTO else self.tools
         reasoning = reasoning_parser if self.reasoning == AUTO else self.reasoning
         return tool_family(tools), reasoning_family(reasoning)
@@ -164,7 +167,7 @@ def answer_format(
     )
 
 
-def shaped(
+def with_structure(
     sampling: RequestedSampling,
     families: Families,
     use: ToolUse | None,
@@ -202,7 +205,7 @@ def thinking_bound(
         return sampling
     if reasoning is None:
         param = sampling.thinking_budget_field
-        text = f"{param}: reasoning of this model is not parsed (see --reasoning-parser)"
+        text = f"{param}: reasoning of this model is not parsed (see reasoning_parser)"
         raise TextError(text, param)
     return replace(sampling, thinking_tags=reasoning.written or (reasoning.begin, reasoning.end))
 
@@ -236,7 +239,7 @@ def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
     param = "tool_choice" if use.choice == "required" or use.only else "tools"
     if family is None:
         raise TextError(
-            f"{param}: tool calls of this model are not parsed (see --tool-parser)", param
+            f"{param}: tool calls of this model are not parsed (see tool_parser)", param
         )
     return Structure("structural_tag", _tags(family, use), param)
 

@@ -17,12 +17,16 @@ from pdserve.text.tokenizer import ChoiceText, StopMatcher, TextUpdate, Vocabula
 
 @dataclass(frozen=True, slots=True)
 class LogprobEntry:
-    """A token and its log-probability (natural log), None if it has none."""
+    """A token and its log-probability (natural log), which is None for a prompt's first token."""
 
     id: int
-    text: str
-    raw: bytes
+    raw: bytes  # of its text; may contain partial characters
     logprob: float | None
+
+    @property
+    def text(self) -> str:
+        """Return the text of the token alone; partial characters become U+FFFD."""
+        return self.raw.decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ def scored(
 
 
 def _entry(vocabulary: Vocabulary, token: int, logprob: float | None) -> LogprobEntry:
-    return LogprobEntry(token, vocabulary.token_text(token), vocabulary.token_bytes(token), logprob)
+    return LogprobEntry(token, vocabulary.token_bytes(token), logprob)
 
 
 class Choice:
@@ -112,7 +116,10 @@ class Choice:
         self._scored = sampling.logprobs is not None
         self._parser = parser
         self._calls = False  # the content has tool calls
-        self._stop_ids = frozenset(sampling.stop_token_ids) - set(vocabulary.model_info.eos_ids)
+        eos_ids = vocabulary.model_info.eos_ids
+        # An eos id that the client also names is a stop id only if eos ids do not end the choice.
+        own_end = () if sampling.ignore_eos else eos_ids
+        self._stop_ids = frozenset(sampling.stop_token_ids).difference(own_end)
         self._cut_call = False  # a tool call is incomplete
         self._text = ChoiceText(
             vocabulary.incremental(
@@ -123,7 +130,7 @@ class Choice:
                 include_stop_str=sampling.include_stop,
                 min_tokens=sampling.min_tokens,
             ),
-            stop_ids={*vocabulary.model_info.eos_ids, *sampling.stop_token_ids},
+            stop_ids={*eos_ids, *sampling.stop_token_ids},
             include_stop=sampling.include_stop,
             offset=offset,
         )
@@ -142,10 +149,6 @@ class Choice:
             if self._scored:
                 scores.append(scored(self._vocabulary, token, score, offset))
         return self._delta(update, ids, tuple(scores))
-
-    def push_id(self, id_: int) -> Delta:
-        """Add the next token, which has no score and does not end the choice by itself."""
-        return self.push((id_,), None)
 
     def push_text(self, id_: int) -> str | None:
         """Add the next token, without a score, if it yields only text; return that text, which may

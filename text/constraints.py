@@ -1,6 +1,7 @@
-"""Constraints on an answer besides its sampling, as token ids of the texts of a client; pure.
+"""Constraints on an answer besides its sampling: bad words, a grammar, a thinking budget; pure.
 
-The holder of the model's tokenizer encodes `texts_of` a request and compiles its structure.
+They consist of token ids. The caller has the model's tokenizer: it encodes `texts_of` a request and
+compiles its structure.
 """
 
 from array import array
@@ -39,6 +40,8 @@ class Constraints:
         that marks it.
         """
         after, start = self.grammar_after, self.thinking_start
+        if not (after or start):
+            return self
         closing = self.grammar_after_text.rstrip()
         if closing and _end_text(prompt, vocabulary).endswith(closing):
             after = ()

@@ -15,27 +15,29 @@ from pdserve.text.answer_format import (
     ParserChoice,
     answer_format,
     prompt_end,
-    shaped,
     thinking_bound,
+    with_structure,
 )
 from pdserve.text.constraints import Constraints
 from pdserve.text.errors import TextError
 from pdserve.text.generation_config import GenerationDefaults
 from pdserve.text.messages import TemplateInput, final_text
 from pdserve.text.request import ChatCompletionRequest, RequestedSampling, TextCompletionRequest
-from pdserve.text.sampling import ModelLimits, check_range, context_overflow, listed
+from pdserve.text.sampling import ID_LISTS, ModelLimits, check_range, context_overflow, listed
 from pdserve.text.tokenizer import Vocabulary
 
 ClientRequest = ChatCompletionRequest | TextCompletionRequest
-_IDS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
+_ENGINE_DEFAULTS = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """The steps for one model, in the order of the methods; all raise TextError.
+    """The steps of preparing a request for one model, called in the order of the methods from
+    `check_model_bounds` on. Each raises TextError for a fault of the client.
 
-    `tool_parser`, `reasoning_parser`: the families of the model's template, empty if it has none.
-    `strict`: refuse a max_tokens beyond the context.
+    `defaults`: sampling that the model's authors recommend. `tool_parser`, `reasoning_parser`: the
+    families of the model's template, empty if it has none. `strict`: refuse a max_tokens beyond the
+    context instead of cutting it.
     """
 
     limits: ModelLimits
@@ -48,13 +50,28 @@ class Preparation:
 
     @property
     def families(self) -> Families:
+        """Return the families that parse the model's tool calls and reasoning; None for neither."""
         return self.parsers.families(self.tool_parser, self.reasoning_parser)
 
-    def check(self, requested: RequestedSampling) -> None:
-        """Check the bounds that depend on the model; `sampling.check` has checked the others."""
+    def sampling_defaults(self, requested: RequestedSampling) -> dict[str, Any]:
+        """Return the parameters that a model may recommend, as the engine takes them: the client's
+        values, else the model's, else the engine's."""
+        values: dict[str, Any] = {}
+        for name in (item.name for item in fields(self.defaults)):
+            sources = (requested, self.defaults, _ENGINE_DEFAULTS)
+            candidates = (getattr(source, name) for source in sources)
+            values[name] = next(value for value in candidates if value is not None)
+        if values["top_p"] == 0:  # only the best token, which is top_k 1 for the engine
+            values |= {"top_p": 1.0, "top_k": 1}
+        values["top_k"] = min(max(values["top_k"], 0), self.limits.vocab_size)
+        return values
+
+    def check_model_bounds(self, requested: RequestedSampling) -> None:
+        """Check the bounds that depend on the model: token ids lie in its vocabulary, and
+        min_tokens in its context. `check_sampling` (text/sampling.py) checks the others."""
         check_range("min_tokens", requested.min_tokens, Range(0, self.limits.context_len))
         vocab_size = self.limits.vocab_size
-        for name in ("logit_bias", *_IDS):
+        for name in ("logit_bias", *ID_LISTS):
             invalid_ids = [id_ for id_ in getattr(requested, name) if not 0 <= id_ < vocab_size]
             if invalid_ids:
                 text = f"{name} must have token ids from 0 to {vocab_size - 1}"
@@ -72,22 +89,33 @@ class Preparation:
             return replace(conversation, tool_parser=family.name)
         if conversation.tools and not self.tool_parser:
             text = "the model's chat template does not support tools, and no parser of tool calls"
-            raise TextError(f"{text} is selected (see --tool-parser)", "tools")
+            raise TextError(f"{text} is selected (see tool_parser)", "tools")
         return conversation
 
     def check_prompt(self, request: ClientRequest, ids: Sequence[int]) -> None:
-        """Check that a prompt has tokens and leaves room for an answer."""
-        param = request.prompt_field
+        """Check that a prompt has tokens and leaves room for the answer: for a token, for
+        min_tokens, and if `strict` for max_tokens."""
+        param, sampling, prompt_len = request.prompt_field, request.sampling, len(ids)
+        room = self.limits.context_len - prompt_len
+        max_tokens = sampling.max_tokens
         if not ids:
             raise TextError("the prompt has no tokens", param)
-        if len(ids) >= self.limits.context_len:
-            raise context_overflow(self.limits, len(ids), param, request.sampling.max_tokens)
+        if room <= 0:
+            raise context_overflow(self.limits, prompt_len, param, max_tokens)
+        if max_tokens is None:
+            max_tokens = room
+        if max_tokens > room and self.strict:
+            field = sampling.max_tokens_field
+            raise context_overflow(self.limits, prompt_len, param, max_tokens, field)
+        limit = min(max_tokens, room)
+        if sampling.min_tokens > limit:
+            raise TextError(f"min_tokens must be at most max_tokens ({limit})", "min_tokens")
 
     def format(
         self, request: ClientRequest, ids: Sequence[int]
     ) -> tuple[RequestedSampling, AnswerFormat]:
-        """Return the sampling with the constraints of tools and reasoning, and how the answer is
-        read. `ids`: of a chat's prompt."""
+        """Return the sampling with the constraints that tools and reasoning add, and how the answer
+        is parsed. `ids`: the prompt of a chat; not used for a text completion."""
         families = self.families
         if isinstance(request, TextCompletionRequest):
             return thinking_bound(request.sampling, families[1]), AnswerFormat()
@@ -101,7 +129,7 @@ class Preparation:
             inline=not request.separate_reasoning,
             structured=request.sampling.structure is not None,
         )
-        return shaped(request.sampling, families, use, end, continues=continues), form
+        return with_structure(request.sampling, families, use, end, continues=continues), form
 
     def params(
         self,
@@ -110,43 +138,29 @@ class Preparation:
         constraints: Constraints,
         ids: Sequence[int],
     ) -> SamplingParams:
-        """Return the engine's parameters for one prompt; `sampling` is that of `format`.
+        """Return the engine's parameters for one prompt that `check_prompt` has accepted.
+        `sampling`: the result of `format`.
 
         Without a max_tokens, or with one beyond the context, the engine's max_tokens is None, which
         requests all room: only the engine knows how much n choices have.
         """
         r, context_len, prompt_len = sampling, self.limits.context_len, len(ids)
-        room = context_len - prompt_len
-        max_tokens = room if r.max_tokens is None else r.max_tokens
-        if max_tokens > room and self.strict:
-            field = request.prompt_field
-            raise context_overflow(self.limits, prompt_len, field, max_tokens, r.max_tokens_field)
-        if r.min_tokens > min(max_tokens, room):
-            text = f"min_tokens must be at most max_tokens ({min(max_tokens, room)})"
-            raise TextError(text, "min_tokens")
         values: dict[str, Any] = {item.name: getattr(r, item.name) for item in fields(ClientParams)}
-        for name in (item.name for item in fields(self.defaults)):
-            if values[name] is None:  # the model's value; None: the engine's
-                values[name] = getattr(self.defaults, name)
-        if values["top_p"] == 0:  # only the best token, which is top_k 1 for the engine
-            values |= {"top_p": 1.0, "top_k": 1}
-        if values["top_k"] is not None:
-            values["top_k"] = min(max(values["top_k"], 0), self.limits.vocab_size)
-        repeats = values["repetition_penalty"] not in (None, 1)
+        values |= self.sampling_defaults(r)
+        repeats = values["repetition_penalty"] != 1
         penalizes = repeats or r.presence_penalty or r.frequency_penalty
         values["penalty_window"] = min(r.penalty_window, context_len) if penalizes else 0
         values["n"] = r.best_of or r.n
-        if max_tokens > room:
+        if r.max_tokens is not None and r.max_tokens > context_len - prompt_len:
             values["max_tokens"] = None
         if r.logprobs is None and values["n"] > r.n:
             values["logprobs"] = 0  # to rank the candidates
         if prompt_len == 1:  # a prompt's first token has no log-probability
             values["prompt_logprobs"] = None
-        values |= {name: tuple(values[name]) for name in _IDS}
+        values |= {name: tuple(values[name]) for name in ID_LISTS}
         c = constraints.of_prompt(ids, self.vocabulary, continues=request.continues)
         if c.grammar:
             values["grammar"] = Grammar(c.grammar, c.grammar_after)
         if (budget := c.thinking_budget) is not None:
             values["thinking"] = ThinkingBudget(budget, c.thinking_end, c.thinking_start)
-        set_values = {name: value for name, value in values.items() if value is not None}
-        return SamplingParams(**set_values, bad_words=c.bad_words)
+        return SamplingParams(**values, bad_words=c.bad_words)

@@ -13,7 +13,10 @@ from pdserve.engine.api import (
     MAX_STRUCTURE_VALUES,
     ClientParams,
 )
+from pdserve.text.errors import TextError
 from pdserve.text.messages import TemplateInput
+
+MAX_SHOWN_NAME = 200  # characters of an unknown tool's name that an error shows
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "grammar", "structural_tag"]
 
@@ -152,6 +155,36 @@ class ToolUse:
     choice: Literal["auto", "none", "required"] = "auto"
     only: Sequence[str] = ()  # names of those that may be called; empty: all
     parallel: bool = True  # several calls in one answer
+
+
+def make_tool_use(
+    tools: Mapping[str, Tool],
+    choice: Literal["auto", "none", "required"],
+    only: Mapping[str, str] | None = None,
+    *,
+    parallel: bool = True,
+) -> ToolUse | None:
+    """Return the use of a request's tools; None without tools, unless `choice` is "none".
+
+    `tools`: by path in the request ("tools[0].function"). `only`: the names of tools that
+    tool_choice allows, by path; empty: all. Raises TextError for two tools with one name, a choice
+    that needs a tool where there is none, and an unknown name.
+    """
+    names: set[str] = set()
+    for path, tool in tools.items():
+        if tool.name in names:
+            raise TextError(f"two tools have the name {tool.name!r}", f"{path}.name")
+        names.add(tool.name)
+    if not tools:
+        if choice == "required" or only:
+            raise TextError("tool_choice needs tools", "tool_choice")
+        return ToolUse((), "none") if choice == "none" else None
+    for path, name in (only or {}).items():
+        if name not in names:
+            shown = name if len(name) <= MAX_SHOWN_NAME else f"{name[:MAX_SHOWN_NAME]}..."
+            raise TextError(f"{path}: no tool has the name {shown!r}", f"{path}.function.name")
+    chosen = tuple(dict.fromkeys((only or {}).values()))
+    return ToolUse(list(tools.values()), choice, chosen, parallel)
 
 
 @dataclass(frozen=True, slots=True)

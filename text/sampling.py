@@ -1,4 +1,4 @@
-"""Checks the sampling parameters of clients against engine/api/sampling_bounds.py; pure."""
+"""Checks clients' sampling parameters against engine/api/sampling_bounds.py, and draws seeds."""
 
 import secrets
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from pdserve.engine.api import (
 from pdserve.text.errors import ContextExceeded, TextError
 from pdserve.text.request import RequestedSampling
 
+ID_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 MAX_SHOWN = 10**18  # largest of a client's numbers that errors show
 MAX_SHOWN_IDS = 20  # token ids that an error lists
 
@@ -39,15 +40,15 @@ def context_overflow(
     param: str = "",
 ) -> ContextExceeded:
     """Return the error for a prompt, or a prompt and its answer, that exceeds the context. `param`:
-    the field at fault, if it is not the prompt's. Without `max_tokens` the answer counts as one
-    token, or as none if the model generates nothing."""
+    the field at fault; empty: `prompt_field`. Without `max_tokens` the answer counts as one token,
+    or as none if the model generates nothing."""
     min_len = 0 if limits.pooling else 1
     answer_len = min_len if max_tokens is None else min(max_tokens, MAX_SHOWN)
     text = context_exceeded(limits.context_len, prompt_len, answer_len, prompt_field)
     return ContextExceeded(text, param or prompt_field)
 
 
-def check(requested: RequestedSampling) -> None:
+def check_sampling(requested: RequestedSampling) -> None:
     """Check the bounds that do not depend on a model. Raises TextError naming the field."""
     r = requested
     for name, bounds in BOUNDS.items():
@@ -76,17 +77,17 @@ def check(requested: RequestedSampling) -> None:
 
 
 def listed(ids: Sequence[int]) -> str:
-    """Return token ids as an error shows them."""
+    """Return token ids as an error shows them: MAX_SHOWN_IDS of them at most."""
     shown = ", ".join(str(token)[:40] for token in ids[:MAX_SHOWN_IDS])
     return shown if len(ids) <= MAX_SHOWN_IDS else f"{shown} and others"
 
 
 def check_range(param: str, value: float | None, allowed: Range) -> None:
-    """Raises TextError for a value out of range."""
+    """Raise TextError for a value out of range; None is in every range."""
     if value is not None and not allowed.has(value):
         raise TextError(f"{param} must be {allowed}, not {str(value)[:40]}", param)
 
 
 def seed_of(requested: RequestedSampling) -> int:
-    """Return the seed, drawn at random if the client sets none."""
+    """Return the seed as an unsigned 64-bit number; a random one if the client sets none."""
     return secrets.randbits(63) if requested.seed is None else requested.seed % 2**64

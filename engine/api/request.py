@@ -87,9 +87,9 @@ class ThinkingBudget:
 class ClientParams:
     """Sampling parameters that mean the same to a client and to the engine.
 
-    The request classes of HTTP, gRPC and Python and the engine's SamplingParams extend this class;
-    conversions between them copy fields by name. A parameter that is None takes the value that the
-    model recommends, or else the default of SamplingParams.
+    RequestedSampling (text/request.py), the Python API's SamplingParams and the engine's
+    SamplingParams extend this class, and conversions between them go by field name. None is the
+    model's value, else the default of the engine's SamplingParams.
     """
 
     temperature: float | None = None  # 0 is greedy

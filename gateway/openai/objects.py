@@ -9,7 +9,6 @@ from typing import Any
 from pydantic_core import to_json
 from starlette.requests import Request
 
-from pdserve.engine.api import TokenLogprob
 from pdserve.gateway.http.api import (
     AT_ONCE,
     ErrorFormat,
@@ -23,7 +22,8 @@ from pdserve.gateway.http.api import (
 from pdserve.gateway.http.responses import DirectWrite
 from pdserve.gateway.openai.request_models import Sampling
 from pdserve.gateway.prepared_completion import PreparedCompletion, Prompt, Usage
-from pdserve.gateway.sampling import MAX_LOGPROBS, refuse
+from pdserve.gateway.sampling import MAX_LOGPROBS, from_wire, refuse
+from pdserve.protos.common_pb2 import TokenLogprob
 from pdserve.text import Delta, LogprobEntry, ScoredToken, scored
 from pdserve.text.tokenizer import Vocabulary
 
@@ -249,7 +249,7 @@ async def prompt_json(
     def entry(position: int) -> dict[str, Any] | None:
         if position == 0:
             return None
-        token = scored(vocabulary, ids[position], scores[position - 1], 0)
+        token = scored(vocabulary, ids[position], from_wire(scores[position - 1]), 0)
         ranks = {candidate.id: rank for rank, candidate in enumerate(token.top, start=1)}
         return {
             str(candidate.id): {

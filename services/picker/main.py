@@ -71,10 +71,10 @@ class PickerProcess:
             rates,
             Records(GatewayMetrics(), time.monotonic),
             ServiceOptions(
-                limit_s,
-                limit_s,
-                settings.template_kwargs,
-                ParserChoice(settings.tool_parser, settings.reasoning_parser),
+                timeout_s=limit_s,
+                queue_timeout_s=limit_s,
+                template_kwargs=settings.template_kwargs,
+                parsers=ParserChoice(settings.tool_parser, settings.reasoning_parser),
             ),
         )
         max_body_bytes, max_bodies_bytes = settings.max_body_bytes, settings.max_bodies_bytes

@@ -211,8 +211,8 @@ class EndpointPicker:
     async def _by_policy(
         self, request: ProxiedRequest, candidates: Sequence[Endpoint], tenant: Tenant | None
     ) -> tuple[Sequence[str], str]:
-        """Return hosts, best first (none: any do), and the reason. Raises ServiceError
-        OVERLOADED."""
+        """Return hosts, best first, and the reason; without hosts, any endpoint will do. Raises
+        ServiceError OVERLOADED."""
         hosts = frozenset(endpoint.host for endpoint in candidates)
         if len(candidates) == 1:
             return (), "only one"

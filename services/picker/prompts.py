@@ -4,7 +4,7 @@ Service that ends each request once its prompt is known."""
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.gateway.anthropic import AnthropicApi
 from pdserve.gateway.caller import Caller
@@ -39,15 +39,17 @@ _recorded_prompts: ContextVar[list[RequestPrompt]] = ContextVar("recorded_prompt
 
 
 class PromptService(Service):
-    """A Service that runs nothing: a request ends when its prompt is known."""
+    """A Service that runs no request: each ends with an error once its first prompt is known."""
 
     @asynccontextmanager
     async def prepare(
         self, request: ChatCompletionRequest | TextCompletionRequest, caller: Caller
     ) -> AsyncIterator[PreparedCompletion]:
         model = await self.catalog.get(request.model)
-        self.check(request, model)
-        prompt = (await self.prompt_tokens(request, model, caller.tenant.id))[0]
+        self.check_request(request, model)
+        if isinstance(request, TextCompletionRequest):
+            request = replace(request, prompts=request.prompts[:1])
+        (prompt,) = await self.prompt_tokens(request, model, caller.tenant.id)
         raise _end(model, prompt.ids, request.cache_salt, caller)
         yield
 

@@ -108,12 +108,12 @@ def test_an_answer_with_tools_has_its_structure_or_calls(llm: LLM) -> None:
 def test_invalid_tools_are_named(llm: LLM) -> None:
     wrong: list[tuple[str, str, dict[str, Any]]] = [
         ("tools[0]", "must have the form", {"tools": [{"name": "f"}]}),
-        ("tools[0]", "letters, digits", {"tools": [{"function": {"name": "a b"}}]}),
-        ("tools[1]", "two tools", {"tools": [CLOCK, CLOCK]}),
+        ("tools[0].function.name", "letters, digits", {"tools": [{"function": {"name": "a b"}}]}),
+        ("tools[1].function.name", "two tools", {"tools": [CLOCK, CLOCK]}),
         ("tool_choice", "needs tools", {"tool_choice": "required"}),
         ("tool_choice", "must be none, auto", {"tools": [CLOCK], "tool_choice": "always"}),
         (
-            "tool_choice",
+            "tool_choice.function.name",
             "no tool has the name 'f'",
             {"tools": [CLOCK], "tool_choice": {"function": {"name": "f"}}},
         ),

@@ -1,5 +1,7 @@
 """Sampling parameters are validated when they are constructed."""
 
+from dataclasses import replace
+
 import pytest
 
 from pdserve import InvalidRequest, SamplingParams, StructuredOutputsParams
@@ -45,7 +47,7 @@ def test_an_invalid_value_is_named(subtests: pytest.Subtests) -> None:
 def test_texts_are_bounded(subtests: pytest.Subtests) -> None:
     for name, limit in (("stop", 16), ("bad_words", 128)):
         texts = {
-            "must have 1 to 256 characters": ([""], ["a", "a" * 257]),
+            "must have 1 to 256 characters": (["a", "a" * 257],),
             f"^{name}: at most {limit} entries, not {limit + 1}$": (["a"] * (limit + 1),),
         }
         for why, values in texts.items():
@@ -54,6 +56,22 @@ def test_texts_are_bounded(subtests: pytest.Subtests) -> None:
                     with pytest.raises(InvalidRequest, match=why) as refused:
                         SamplingParams(**{name: value})
                     assert refused.value.param == name
+
+
+def test_an_empty_stop_string_is_dropped_and_an_empty_bad_word_is_refused() -> None:
+    assert SamplingParams(stop=["", "a"]).requested().stop == ("a",)
+    assert SamplingParams(stop="").requested().stop == ()
+    with pytest.raises(InvalidRequest, match="must have 1 to 256 characters"):
+        SamplingParams(bad_words=[""])
+
+
+def test_a_structure_is_parsed_once() -> None:
+    form = StructuredOutputsParams(json='{"enum": [1]}')
+    first, again = (SamplingParams(structured_outputs=form).requested() for _ in range(2))
+    assert first.structure is again.structure is form.structure()
+    assert form == StructuredOutputsParams(json='{"enum": [1]}')
+    assert "_structure" not in repr(form)
+    assert replace(form, json='{"enum": [2]}').structure().value == {"enum": [2]}
 
 
 def test_an_unknown_name_is_a_type_error() -> None:

@@ -26,10 +26,9 @@ from pdserve.text import (
     Tool,
     ToolUse,
     calls_of,
-    shaped,
     text_of,
 )
-from pdserve.text.answer_format import answer_format, tool_structure
+from pdserve.text.answer_format import answer_format, tool_structure, with_structure
 from pdserve.text.reasoning import reasoning_family
 from pdserve.text.request import oversize
 from pdserve.text.tool_parsers import tool_family, tool_parser_names
@@ -163,27 +162,29 @@ def test_a_tool_structure_binds_after_the_thought(
 ) -> None:
     families = tool_family(tools), reasoning_family(reasoning)
     use = ToolUse([WEATHER], "required")
-    made = shaped(RequestedSampling(), families, use, end, continues=False)
+    made = with_structure(RequestedSampling(), families, use, end, continues=False)
     assert made.structure == tool_structure(families[0], use)
     assert made.structure_after == after
 
 
 def test_a_structure_of_the_client_binds_after_the_thought() -> None:
     sampling = RequestedSampling(structure=Structure("json_object", None, "response_format"))
-    made = shaped(sampling, (HERMES, THINK), None, "assistant\n", continues=False)
+    made = with_structure(sampling, (HERMES, THINK), None, "assistant\n", continues=False)
     assert made.structure == sampling.structure
     assert made.structure_after == "</think>"
-    final = shaped(
+    final = with_structure(
         sampling, (None, reasoning_family("gpt_oss")), None, "<|start|>assistant", continues=False
     )
     assert final.structure_after == "<|channel|>final"
     assert final.structure is not None
     assert final.structure.lead == "<|message|>"  # rules out <|constrain|>json in between
     begun = "<|start|>assistant<|channel|>final<|message|>"
-    final = shaped(sampling, (None, reasoning_family("gpt_oss")), None, begun, continues=False)
+    final = with_structure(
+        sampling, (None, reasoning_family("gpt_oss")), None, begun, continues=False
+    )
     assert (final.structure, final.structure_after) == (sampling.structure, "")
     assert (
-        shaped(RequestedSampling(), (HERMES, THINK), None, "x", continues=False)
+        with_structure(RequestedSampling(), (HERMES, THINK), None, "x", continues=False)
         == RequestedSampling()
     )
 
@@ -240,7 +241,9 @@ def test_a_thinking_budget_uses_the_tags_of_the_model() -> None:
 
     def tags(name: str) -> tuple[str, str] | None:
         families = None, reasoning_family(name)
-        return shaped(sampling, families, None, "assistant\n", continues=False).thinking_tags
+        return with_structure(
+            sampling, families, None, "assistant\n", continues=False
+        ).thinking_tags
 
     assert tags("think") == ("<think>", "</think>")
     assert tags("mistral") == ("[THINK]", "[/THINK]")
@@ -253,7 +256,9 @@ def test_a_thinking_budget_uses_the_tags_of_the_model() -> None:
 def test_two_structures_are_refused() -> None:
     sampling = RequestedSampling(structure=Structure("json_object", None, "response_format"))
     with pytest.raises(TextError) as error:
-        shaped(sampling, (HERMES, THINK), ToolUse([WEATHER], "required"), "", continues=False)
+        with_structure(
+            sampling, (HERMES, THINK), ToolUse([WEATHER], "required"), "", continues=False
+        )
     assert error.value.param == "response_format"
 
 
@@ -266,7 +271,7 @@ def test_a_structure_beside_tools_leaves_room_for_calls(subtests: pytest.Subtest
             )
             use = ToolUse([tool, CLOCK])
             family = tool_family(name)
-            found = shaped(sampling, (family, THINK), use, "", continues=False)
+            found = with_structure(sampling, (family, THINK), use, "", continues=False)
             assert found.structure_after == "</think>"
             assert found.structure is not None
             assert found.structure.param == "response_format"
@@ -386,11 +391,11 @@ def test_a_structure_without_room_for_calls_is_refused_beside_tools(kind: Any) -
     sampling = RequestedSampling(structure=Structure(kind, value, "response_format"))
     family = HERMES if kind == "structural_tag" else tool_family("llama3_json")
     with pytest.raises(TextError, match="tools that the model may call") as error:
-        shaped(sampling, (family, THINK), ToolUse([WEATHER]), "", continues=False)
+        with_structure(sampling, (family, THINK), ToolUse([WEATHER]), "", continues=False)
     assert error.value.param == "response_format"
     for tools, use in ((HERMES, ToolUse([WEATHER], "none")), (None, ToolUse([WEATHER]))):
         assert (
-            shaped(sampling, (tools, None), use, "", continues=False).structure
+            with_structure(sampling, (tools, None), use, "", continues=False).structure
             == sampling.structure
         )
 
@@ -398,13 +403,15 @@ def test_a_structure_without_room_for_calls_is_refused_beside_tools(kind: Any) -
 def test_a_structure_binds_only_the_final_message_of_harmony() -> None:
     sampling = RequestedSampling(structure=Structure("json_object", None, "response_format"))
     families = tool_family("gpt_oss"), reasoning_family("gpt_oss")
-    found = shaped(sampling, families, ToolUse([WEATHER]), "<|start|>assistant", continues=False)
+    found = with_structure(
+        sampling, families, ToolUse([WEATHER]), "<|start|>assistant", continues=False
+    )
     assert found.structure is not None
     assert (found.structure.kind, found.structure.lead) == ("json_object", "<|message|>")
     assert found.structure_after == "<|channel|>final"
     for use in (ToolUse([STRICT]), ToolUse([WEATHER], "required")):
         with pytest.raises(TextError, match="the form that") as error:
-            shaped(sampling, families, use, "<|start|>assistant", continues=False)
+            with_structure(sampling, families, use, "<|start|>assistant", continues=False)
         assert error.value.param == "response_format"
 
 
@@ -456,6 +463,6 @@ async def test_a_prepared_chat_has_the_structure_and_the_parsers() -> None:
     free = ChatCompletionRequest(**fields, tool_use=ToolUse([WEATHER]))
     async with plain.prepare(free, Caller("r3")) as completion:
         assert completion.format.parser() is None
-    with pytest.raises(ServiceError, match="tool-parser"):
+    with pytest.raises(ServiceError, match="tool_parser"):
         async with plain.prepare(request, Caller("r4")):
             pass

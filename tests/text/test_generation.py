@@ -5,7 +5,8 @@ import logging
 
 import pytest
 
-from pdserve.text import GenerationDefaults, UnsupportedTokenizer
+from pdserve.text import UnsupportedTokenizer
+from pdserve.text.generation_config import GenerationDefaults
 
 
 def test_known_values_are_used_and_others_ignored() -> None:

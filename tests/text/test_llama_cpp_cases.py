@@ -18,11 +18,11 @@ from pdserve.text import (
     TextError,
     ToolUse,
     calls_of,
-    final_text,
     reasoning_of,
     text_of,
 )
 from pdserve.text.answer_format import answer_format
+from pdserve.text.messages import final_text
 from pdserve.text.reasoning import reasoning_family, reasoning_family_of
 from pdserve.text.templates import ChatTemplate
 from pdserve.text.tokenizer.tokenizer import Tokenizer

@@ -1,8 +1,8 @@
 """Compiles the structures of requests to grammars, and checks that these can be enforced, so that
 decode workers get only grammars that compile.
 
-Runs in a tokenizer worker process, because a grammar is untrusted and may take much time and
-memory.
+A gateway runs it in a tokenizer worker, because clients' grammars are untrusted and can take much
+time and memory; the Python API runs it in its own process, without limits.
 """
 
 import json

@@ -7,7 +7,7 @@ of the arguments is split.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
@@ -24,9 +24,8 @@ from pdserve.gateway.http.validation import (
     check_tools,
 )
 from pdserve.gateway.openai.request_models.base import TOOL_CHOICES, TOOLS, Body
-from pdserve.gateway.sampling import refuse
-from pdserve.services.common.errors import quoted
-from pdserve.text import Tool, ToolUse
+from pdserve.gateway.sampling import client_errors, refuse
+from pdserve.text import Tool, ToolUse, make_tool_use
 
 INPUT = "input"
 _OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
@@ -191,8 +190,11 @@ def _unescaped(escape: str) -> str:
     return chr(int(escape[2:], 16)) if kind == "u" else _ESCAPED.get(kind, kind)
 
 
+Mode = Literal["auto", "none", "required"]
 # Anthropic and Mistral call it "any".
-MODES = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
+MODES: dict[str, Mode] = {
+    "none": "none", "auto": "auto", "required": "required", "any": "required",
+}  # fmt: skip
 
 
 class FunctionBody(Body):
@@ -255,43 +257,40 @@ def tool_use(bodies: Sequence[ToolBody], choice: Any, parallel: bool | None) -> 
     """Combine the fields `tools`, `tool_choice` and `parallel_tool_calls` to the ToolUse of a
     request; None if the model may call no tool and none is defined. Raises ServiceError for invalid
     tools or an invalid choice."""
-    tools_by_name: dict[str, Tool] = {}
+    tools: dict[str, Tool] = {}  # by path in the request
     left_out = []
     for index, body in enumerate(bodies):
         tool = body.tool(f"tools[{index}]")
         if tool is None:
             left_out.append(body.type)
-        elif tool.name in tools_by_name:
-            text = f"two tools have the name {quoted(tool.name)}"
-            raise refuse(f"tools[{index}].{body.type}.name", text)
         else:
-            tools_by_name[tool.name] = tool
+            tools[f"tools[{index}].{body.type}"] = tool
     log_unsupported(Handling.LEFT_OUT, "tools", left_out)
-    tools, names = list(tools_by_name.values()), tools_by_name.keys()
-    check_tools(tools)
-    mode = choice.get("type") if isinstance(choice, dict) else choice
-    choice = MODES.get(str(mode), choice)
-    if not tools:
-        if choice not in (None, "none", "auto"):
-            raise refuse("tool_choice", "tool_choice needs tools")
-        return ToolUse((), "none") if choice == "none" else None
-    allows_parallel = parallel is not False
-    if choice is None or choice == "auto":
-        return ToolUse(tools, "auto", parallel=allows_parallel)
-    if choice == "none":
-        return ToolUse(tools, "none", parallel=allows_parallel)
-    if choice == "required":
-        return ToolUse(tools, "required", parallel=allows_parallel)
-    if not isinstance(choice, dict) or not isinstance(mode, str):
+    check_tools(list(tools.values()))
+    mode, names = _choice(choice)
+    allows_parallel = parallel is not False and "tool_choice" not in names
+    with client_errors():
+        return make_tool_use(tools, mode, names, parallel=allows_parallel)
+
+
+def _choice(choice: Any) -> tuple[Mode, dict[str, str]]:
+    """Return the mode of `tool_choice`, and the names of tools that may be called, by their path in
+    it; empty: all. Raises ServiceError."""
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if choice is None:
+        return "auto", {}
+    if isinstance(kind, str) and kind in MODES:
+        return MODES[kind], {}
+    if not isinstance(choice, dict) or not isinstance(kind, str):
         text = "tool_choice must be none, auto, required, or an object with a type"
         raise refuse("tool_choice", text)
-    check_served(TOOL_CHOICES, mode, "tool_choice")
-    if mode == "allowed_tools":
-        return _allowed(tools, choice, allows_parallel)
-    return ToolUse(tools, "required", (_named(choice, names, "tool_choice"),), parallel=False)
+    check_served(TOOL_CHOICES, kind, "tool_choice")
+    if kind == "allowed_tools":
+        return _allowed(choice)
+    return "required", {"tool_choice": _name(choice, "tool_choice")}
 
 
-def _allowed(tools: Sequence[Tool], choice: Mapping[str, Any], parallel: bool) -> ToolUse:
+def _allowed(choice: Mapping[str, Any]) -> tuple[Mode, dict[str, str]]:
     config = choice.get("allowed_tools", choice)
     path = "tool_choice.allowed_tools"
     if not isinstance(config, dict):
@@ -301,18 +300,13 @@ def _allowed(tools: Sequence[Tool], choice: Mapping[str, Any], parallel: bool) -
         raise refuse(f"{path}.mode", f"{path}.mode must be auto or required")
     if not isinstance(allowed, list) or not 1 <= len(allowed) <= MAX_TOOLS:
         raise refuse(f"{path}.tools", f"{path}.tools must be a list of 1 to {MAX_TOOLS} tools")
-    names = {tool.name for tool in tools}
-    chosen_names = [
-        _named(tool, names, f"{path}.tools[{index}]")
-        for index, tool in enumerate(allowed)
-        if not _is_left_out(tool)
-    ]
-    if not chosen_names and mode == "auto":
-        return ToolUse(tools, "none", parallel=parallel)
-    if not chosen_names:
+    paths = {f"{path}.tools[{index}]": tool for index, tool in enumerate(allowed)}
+    names = {path: _name(tool, path) for path, tool in paths.items() if not _is_left_out(tool)}
+    if not names and mode == "auto":
+        return "none", {}
+    if not names:
         raise refuse(f"{path}.tools", f"{path}.tools has no tool that this server supports")
-    required: Literal["auto", "required"] = "required" if mode == "required" else "auto"
-    return ToolUse(tools, required, tuple(dict.fromkeys(chosen_names)), parallel=parallel)
+    return MODES[mode], names
 
 
 def _is_left_out(tool: Any) -> bool:
@@ -320,14 +314,12 @@ def _is_left_out(tool: Any) -> bool:
     return isinstance(kind, str) and TOOLS.get(kind, OMITTED_TYPE).handling is Handling.LEFT_OUT
 
 
-def _named(value: Any, names: Collection[str], path: str) -> str:
+def _name(value: Any, path: str) -> str:
     """Return the tool name in an object of the form {"function": {"name"}}, {"custom": {"name"}} or
-    {"name"}. Raises ServiceError if it is missing or not in `names`."""
+    {"name"}. Raises ServiceError if it is missing."""
     kind = "custom" if isinstance(value, dict) and value.get("type") == "custom" else "function"
     function = value.get(kind, value) if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise refuse(path, f"{path} must contain the name of a tool")
-    if name not in names:
-        raise refuse(f"{path}.function.name", f"{path}: no tool has the name {quoted(name)}")
     return name

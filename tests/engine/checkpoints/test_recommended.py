@@ -8,7 +8,7 @@ from pdserve.engine.api import EngineConfig
 from pdserve.engine.checkpoints import with_recommended
 from pdserve.engine.checkpoints.card import RECOMMENDED, SAMPLING
 from pdserve.engine.load import load_model
-from pdserve.text import GenerationDefaults
+from pdserve.text.generation_config import GenerationDefaults
 
 
 def test_a_model_name_selects_its_row(subtests: pytest.Subtests) -> None:

@@ -11,7 +11,7 @@ from fakes.router import FakeRouter, finished, logprob, saying, thinking_model, 
 from oracles.grammar_walks import tokenizer
 from oracles.http_errors import CHAT, HI, PLAIN, check
 
-from pdserve.engine.api import MAX_BAD_WORD_CHARS, TokenLogprob
+from pdserve.engine.api import MAX_BAD_WORD_CHARS
 from pdserve.gateway import sampling
 from pdserve.gateway.http.api import AT_ONCE
 from pdserve.gateway.openai import objects
@@ -202,7 +202,7 @@ async def test_log_probabilities_of_a_long_prompt_do_not_block_the_loop():
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    scores = [TokenLogprob(-1.0)] * (8 * AT_ONCE)
+    scores = [pb.TokenLogprob(logprob=-1.0)] * (8 * AT_ONCE)
     text = await objects.prompt_json(tokenizer(), [7] * (len(scores) + 1), scores, 0)
     counting.cancel()
     assert len(json.loads(text.text())) == len(scores) + 1

@@ -385,7 +385,7 @@ async def test_tools_are_refused_without_parser_and_template(
     reply = await client.post(URL, json=body())
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "tools"
-    assert "--tool-parser" in reply.json()["error"]["message"]
+    assert "tool_parser" in reply.json()["error"]["message"]
     reply = await client.post(URL, json={**body(), "tools": None})
     assert reply.status_code == 200
     (model,) = (await client.get("/v1/models")).json()["data"]

@@ -57,6 +57,7 @@ BODIES = [
     ),
     ("/v1/completions", {"prompt": "hello <|im_end|> world"}),
     ("/v1/completions", {"prompt": [5, 6, 7, 8], "max_tokens": 3}),
+    ("/v1/completions", {"prompt": ["hello world", "hello"], "max_tokens": 3}),
     ("/v1/completions", {"prompt": "hello", "add_special_tokens": False}),
     ("/v1/responses", {"input": "hello", "instructions": "be brief"}),
     (

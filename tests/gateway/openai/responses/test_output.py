@@ -91,7 +91,7 @@ def check(deltas: list[Delta], summarized: bool) -> None:
 
 
 def scored(text: str) -> ScoredToken:
-    return ScoredToken(LogprobEntry(id=1, text=text, raw=text.encode(), logprob=-1.0), (), 0)
+    return ScoredToken(LogprobEntry(id=1, raw=text.encode(), logprob=-1.0), (), 0)
 
 
 def test_log_probabilities_match_the_text() -> None:
