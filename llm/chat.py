@@ -83,7 +83,7 @@ def tool_use(
             only = {"tool_choice": name}
             return make_tool_use(parsed_tools, "required", only, parallel=False)
     if isinstance(choice, Mapping):
-        raise _refused("tool_choice", "tool_choice must name a function")
+        raise _refused("tool_choice", "tool_choice must contain the name of a tool")
     text = "tool_choice must be none, auto, required, or an object with a type"
     raise _refused("tool_choice", text)
 
