@@ -48,7 +48,7 @@ def test_auto_falls_back_and_counts_the_refusal(
         link = dialer.dial(Target(tcp.listener.address, BOOT), HELLO)
     assert link.transport == "tcp"
     assert dialer.refusals == {"shm": 1}
-    assert "transport shm to decode 44444444 was refused" in caplog.text
+    assert "transport shm cannot connect to decode 44444444" in caplog.text
     link.close()
     tcp.close()
 

@@ -208,12 +208,13 @@ DIRECTORIES = {
     ),
     "nothing in the file": WrongFile(data(lambda held: b""), "cannot mmap an empty file"),
     "seven bytes": WrongFile(data(lambda held: held[:7]), "too short for a header"),
-    "cut header": WrongFile(
-        data(lambda held: held[:100]), "header has .* bytes and the file has 100"
+    "cut header": WrongFile(data(lambda held: held[:100]), "header has .* bytes and the file 100;"),
+    "cut data": WrongFile(
+        data(lambda held: held[:-10]), "the file has 335798 after its header: is it truncated"
     ),
-    "cut data": WrongFile(data(lambda held: held[:-10]), "the file has 335798: is it truncated"),
     "bytes too many": WrongFile(
-        data(lambda held: held + b"x"), "tensors take 335808 bytes, the file has 335809$"
+        data(lambda held: held + b"x"),
+        "tensors take 335808 bytes, the file has 335809 after its header$",
     ),
     "huge header": WrongFile(
         data(lambda held: b"\xff" * 8 + held[8:]), "header has 18446744073709551615 bytes"
