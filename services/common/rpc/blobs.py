@@ -108,7 +108,8 @@ async def read_blob(channel: grpc.aio.Channel, digest: str) -> bytes:
                     )
     except (grpc.aio.AioRpcError, ConnectionError) as error:
         raise ServiceError(
-            pb.UNAVAILABLE, "a model file (tokenizer, template or config) cannot be fetched"
+            pb.UNAVAILABLE,
+            "a model file (tokenizer, template or config) cannot be read from a router or worker",
         ) from error
     if blob_digest(bytes(data)) != digest:
         raise ServiceError(
