@@ -14,6 +14,8 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdserve.services.common.metrics import COMMIT_FILE
+
 ROOT = Path(__file__).parents[3]
 NAMED = ROOT / "tests/releases.json"
 BUILT = "built"
@@ -77,6 +79,8 @@ def _build(release: Release, folder: Path, python: Path) -> None:
     # Its packages have priority; the finder of this tree's editable pdserve is left out.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     _run(*pip, "install", "--no-deps", "--target", str(site), str(wheel))
+    # As the build of an image records it; both releases may have one version.
+    (site / "pdserve" / COMMIT_FILE).write_text(release.commit)
     where = _run(str(python), "-P", "-c", "import pdserve; print(pdserve.__file__)")
     if not Path(where.strip()).is_relative_to(site):
         raise BuildFailed(f"pdserve of {release.name} is found at {where.strip()}")
