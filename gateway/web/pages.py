@@ -6,8 +6,8 @@ The pages are plain HTML, CSS and ES modules, with no build step. Markdown is pa
 18.2.1 and sanitized by DOMPurify 3.4.18, both of npm, without their last line, which names a source
 map (MIT; Apache-2.0 or MPL-2.0; their licence files are in the same folder). The pages load nothing
 from other hosts and run only scripts that are files of this server; they contain no secret, so they
-need no key. Every client sees the whole fleet, as in /metrics, but only the requests of its own
-key.
+need no key. The fleet page shows each client all workers, as /metrics does, but only the requests
+made with the client's API key.
 """
 
 import asyncio
