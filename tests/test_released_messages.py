@@ -62,7 +62,7 @@ HELLO = "pdserve.v1.WorkerHello"
 @pytest.mark.parametrize(
     ("kind", "name", "change"),
     [
-        ("messages", HELLO, {"2": "boot: string"}),  # another type
+        ("messages", HELLO, {"2": "incarnation: string"}),  # another type
         ("messages", HELLO, {"2": "birth: bytes"}),  # another meaning
         ("messages", HELLO, {"2": None}),  # gone, and free for another one
         ("messages", HELLO, {"8": "dtype: string"}),  # a number that has had a meaning

@@ -2,8 +2,8 @@
 
     sides.py prefill|decode --folder FOLDER --blocks N [--fake]
 
-prefill: for each line `name address boot seed rounds` on stdin, send the pool; `flood` for rounds:
-until it is killed. decode: listen, print the boot id, take frames until it is killed.
+prefill: for each line `name address incarnation seed rounds` on stdin, send the pool; `flood` for
+rounds: until it is killed. decode: listen, print the incarnation, take frames until it is killed.
 """
 
 import argparse
@@ -181,24 +181,24 @@ def blocks_of(side: Side, header: Any) -> list[int]:
     return list(range(header.tokens.start // size + 1, header.tokens.stop // size + 1))
 
 
-def listen(side: Side, name: str, boot: bytes, taker: Taker) -> Any:
+def listen(side: Side, name: str, incarnation: bytes, taker: Taker) -> Any:
     from pdserve.engine.handoff.connection import DataLink
 
     def accept(wire: Any) -> None:
         taker.links.append(DataLink(wire, name, taker))
         taker.links[-1].accept()
 
-    return side.transports[name].listen(boot, accept)
+    return side.transports[name].listen(incarnation, accept)
 
 
-def dial(side: Side, name: str, address: str, boot: bytes) -> Any:
+def dial(side: Side, name: str, address: str, incarnation: bytes) -> Any:
     from systems.link_ends import HELLO, Recorder, claim_record
 
     from pdserve.engine.handoff.connection import DataLink
     from pdserve.engine.transport import Target
 
-    wire = side.transports[name].dial(Target(address, boot), 10.0)
-    hello = replace(HELLO, transport=name, decode_boot=boot)
+    wire = side.transports[name].dial(Target(address, incarnation), 10.0)
+    hello = replace(HELLO, transport=name, decode_incarnation=incarnation)
     link = DataLink.dial(wire, name, Recorder(), hello, 10.0)
     link.post(claim_record())
     return link
@@ -248,19 +248,19 @@ def main() -> None:
     options = parser.parse_args()
     side = Side(options.fake, options.folder, options.blocks)
     if options.kind == "decode":
-        boot = os.urandom(16)
+        incarnation = os.urandom(16)
         taker = Taker(side)
-        listen(side, "cuda_ipc", boot, taker)
-        say(boot.hex())
+        listen(side, "cuda_ipc", incarnation, taker)
+        say(incarnation.hex())
         while True:
             taker.take(1, 3600.0)
             say("frame")
     say("ready")
     for line in sys.stdin:
-        name, address, boot, seed, rounds = line.split()
+        name, address, incarnation, seed, rounds = line.split()
         side.fill(int(seed))
         side.wait()
-        link = dial(side, name, "" if address == "-" else address, bytes.fromhex(boot))
+        link = dial(side, name, "" if address == "-" else address, bytes.fromhex(incarnation))
         sequence, parts = 0, pieces(side, link, side.kv.num_blocks[0])
         for number in range(1 << 30 if rounds == "flood" else int(rounds)):
             if number and rounds != "flood":

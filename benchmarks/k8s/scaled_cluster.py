@@ -203,7 +203,7 @@ class ScaledCluster:
     def _join(self, pod: Pod) -> None:
         hello = WorkerHello(
             role=pod.role,
-            boot=pod.number.to_bytes(16),
+            incarnation=pod.number.to_bytes(16),
             address=f"10.0.{pod.number // 250}.{pod.number % 250}:1",
             card=CARD,
             transports=["tcp"],
@@ -312,7 +312,7 @@ class ScaledCluster:
 
     def _on_admit(self, pod: Pod, admit: wire.Admit) -> None:
         num_tokens = len(admit.start.prompt_ids)
-        remote = bool(admit.prefill_boot)
+        remote = bool(admit.prefill_incarnation)
         gives_up = self.now + admit.start.queue_remaining_ms / 1000
         prompt = Prompt(
             admit.attempt,

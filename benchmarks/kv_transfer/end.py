@@ -5,9 +5,9 @@
 Nothing is computed: an engine of a few lines reports whole prompts as computed. A command is one
 JSON object per line on stdin, its answer one on stdout:
 
-decode:  {"do": "admit", "prefill": boot} -> the ticket; {"do": "digest"} -> of the last prompt's
-         blocks; {"do": "clear"}; {"do": "memcpy"} -> bytes a second; {"do": "bare", "rounds": n}:
-         receive from a bare socket
+decode:  {"do": "admit", "prefill": incarnation} -> the ticket; {"do": "digest"} -> of the last
+         prompt's blocks; {"do": "clear"}; {"do": "memcpy"} -> bytes a second;
+         {"do": "bare", "rounds": n}: receive from a bare socket
 prefill: {"do": "send", "ticket": ..., "address": ...} -> seconds from the last chunk's end to
          decode's Complete; {"do": "digest"}; {"do": "bare", "address": ..., "rounds": n}
 
@@ -133,7 +133,7 @@ class Decode:
     def __init__(self, transport: str, folder: str, bind: str, sealed: bool) -> None:
         self.engine = Idle()
         self.engine.fill(1)  # touches its pages
-        self.boot = os.urandom(16)
+        self.incarnation = os.urandom(16)
         self.bind = bind
         self.source: Any = None
         self.done = threading.Event()
@@ -142,7 +142,7 @@ class Decode:
         self.receiver = Receiver(
             self.engine,
             self.engine.kv,
-            boot=self.boot,
+            incarnation=self.incarnation,
             identity=IDENTITY,
             on_received=self._received,
             on_lost=lambda attempt, reason: self.lost.append(reason),
@@ -160,7 +160,7 @@ class Decode:
     def hello(self) -> dict[str, Any]:
         port = self.listener.getsockname()[1]
         bare = f"{self.bind}:{port}"
-        return {"boot": self.boot.hex(), "address": self.address, "bare": bare}
+        return {"incarnation": self.incarnation.hex(), "address": self.address, "bare": bare}
 
     def _received(self, received: Received) -> None:
         self.done.set()
@@ -213,7 +213,7 @@ class Prefill:
     def __init__(self, transport: str, folder: str, bind: str, sealed: bool) -> None:
         self.engine = Idle()
         self.engine.fill(2)
-        self.boot = os.urandom(16)
+        self.incarnation = os.urandom(16)
         self.ended: dict[bytes, Sent] = {}
         self.changed = threading.Condition()
         self.thread = EngineThread(self.engine, lambda step: None)  # type: ignore[arg-type]
@@ -221,7 +221,7 @@ class Prefill:
             self.engine,
             self.engine.kv,
             make_transports(transport, options(folder, bind)),
-            boot=self.boot,
+            incarnation=self.incarnation,
             identity=IDENTITY,
             on_ended=self._ended,
             wake=self.thread.wake,
@@ -234,7 +234,7 @@ class Prefill:
         self.sender.start()
 
     def hello(self) -> dict[str, Any]:
-        return {"boot": self.boot.hex()}
+        return {"incarnation": self.incarnation.hex()}
 
     def _ended(self, sent: Sent) -> None:
         with self.changed:
@@ -248,7 +248,7 @@ class Prefill:
     def send(self, request: dict[str, Any]) -> dict[str, Any]:
         ticket = Ticket(
             *(bytes.fromhex(request[name]) for name in ("id", "secret", "attempt")),
-            self.boot,
+            self.incarnation,
             bytes.fromhex(request["decode"]),
         )
         self.thread.post(

@@ -71,9 +71,9 @@ class Ends:
         """Bytes per second of a hand-off, from the end of the last chunk to decode's Complete;
         every byte of the pool is compared afterwards. Raises AssertionError."""
         self.decode.call("clear")
-        ticket = self.decode.call("admit", prefill=self.prefill.hello["boot"])
-        boot = self.decode.hello["boot"]
-        sent = self.prefill.call("send", address=self.address, decode=boot, **ticket)
+        ticket = self.decode.call("admit", prefill=self.prefill.hello["incarnation"])
+        incarnation = self.decode.hello["incarnation"]
+        sent = self.prefill.call("send", address=self.address, decode=incarnation, **ticket)
         assert (sent["reason"], sent["resent"]) == ("", 0), sent
         there, here = (end.call("digest")["digest"] for end in (self.prefill, self.decode))
         assert there == here, "other bytes have arrived"

@@ -41,6 +41,7 @@ from pdserve.protos.worker_pb2_grpc import (
 from pdserve.services.common.auth.access import Access
 from pdserve.services.common.auth.certificates import Role
 from pdserve.services.common.rpc import (
+    PROTOCOL_VERSION,
     BlobCache,
     BlobsServicer,
     IdsCollector,
@@ -122,7 +123,7 @@ class FakeWorker:
 
     def __init__(self, number: int, access: Access, card: pb.ModelCard, shape: Shape) -> None:
         self.shape = shape
-        self.boot = os.urandom(16)
+        self.incarnation = os.urandom(16)
         self.host = GrpcServer(access)
         self.rng = Random(number)
         self.load = fleet_pb2.Load(blocks_total=BLOCKS_TOTAL)
@@ -149,12 +150,13 @@ class FakeWorker:
         await self.host.start()
         hello = fleet_pb2.WorkerHello(
             role=self.role,
-            boot=self.boot,
+            incarnation=self.incarnation,
             address=address,
             data_address=address,
             card=self._card,
             transports=["tcp"],
             wire_version=1,
+            protocol=PROTOCOL_VERSION,
             block_size=BLOCK,
         )
         self._membership = Membership(
@@ -257,14 +259,14 @@ class FakeDecode(FakeWorker, DecodeServicer):
         self._exchange.admitted[start.request] = time.monotonic()
         self.commanded(attempt)
         choice = NumberedChoice(start.request, attempt, start.epoch, 0)
-        remote = bool(admit.prefill_boot)
+        remote = bool(admit.prefill_incarnation)
         stream = Stream(outbox, choice, start.params.max_tokens, prompt_len, remote)
         admitted = wire.Admitted(attempt=attempt)
         if remote:
             admitted.ticket.id = attempt
             admitted.ticket.secret = os.urandom(32)
             admitted.ticket.data_address = "127.0.0.1:1"
-            admitted.ticket.decode_boot = self.boot
+            admitted.ticket.decode_incarnation = self.incarnation
             self._exchange.expect(attempt, lambda: self._received(stream))
         else:
             self._streams[attempt] = stream

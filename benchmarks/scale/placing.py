@@ -60,7 +60,7 @@ class Router:
     def _join(self, number: int, role: fleet_pb2.Role) -> Worker:
         hello = fleet_pb2.WorkerHello(
             role=role,
-            boot=number.to_bytes(16),
+            incarnation=number.to_bytes(16),
             address=f"10.0.{number >> 8}.{number & 255}:7000",
             card=pb.ModelCard(
                 name="m",

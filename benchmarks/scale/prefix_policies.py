@@ -151,7 +151,7 @@ class RealRouters:
         self._clock = simulated.clock
         self._gateway = _Gateway()
         self._sides = {side.worker.number: side for side in simulated.decodes}
-        self._numbers = {_boot(w.number): w for w in self._workers}
+        self._numbers = {_incarnation(w.number): w for w in self._workers}
         self._routers = [self._router(number, seed) for number in range(num_routers)]
         self._requests: dict[str, tuple[TraceRequest, _Router]] = {}
         self._placed: dict[bytes, PlacedRequest] = {}
@@ -187,7 +187,7 @@ class RealRouters:
         for worker in self._workers:
             hello = fleet_pb2.WorkerHello(
                 role=fleet_pb2.DECODE if worker.number < decodes else fleet_pb2.PREFILL,
-                boot=_boot(worker.number),
+                incarnation=_incarnation(worker.number),
                 address=f"10.0.0.{worker.number}:1",
                 card=pb.ModelCard(
                     name=MODEL,
@@ -231,7 +231,7 @@ class RealRouters:
         number = self._numbers[worker.incarnation].number
         if kind == "admit":
             admit = command.admit
-            prefill = self._numbers.get(admit.prefill_boot)
+            prefill = self._numbers.get(admit.prefill_incarnation)
             request, _ = self._requests[admit.start.request]
             placed = PlacedRequest(request, self._sides[number], prefill, self, admit.attempt)
             self._placed[admit.attempt] = placed
@@ -275,7 +275,7 @@ class RealRouters:
     def _prefill_says(self, placed: PlacedRequest, **event: Any) -> None:
         assert placed.prefill is not None
         router = self._router_of(placed)
-        worker = router.fleet.workers[_boot(placed.prefill.number)]
+        worker = router.fleet.workers[_incarnation(placed.prefill.number)]
         router.dispatcher.on_prefill(worker, wire.PrefillEvent(**event), self._clock.now)
 
     def first_token(self, placed: PlacedRequest) -> None:
@@ -297,7 +297,7 @@ class RealRouters:
 
     def _decode_says(self, placed: PlacedRequest, **event: Any) -> None:
         router = self._router_of(placed)
-        worker = router.fleet.workers[_boot(placed.decode.worker.number)]
+        worker = router.fleet.workers[_incarnation(placed.decode.worker.number)]
         router.dispatcher.on_decode(worker, wire.DecodeEvent(**event), self._clock.now)
 
     def _router_of(self, placed: PlacedRequest) -> _Router:
@@ -346,7 +346,7 @@ class RealRouters:
 
     def _hear_load(self, worker: SimulatedWorker, load: fleet_pb2.Load) -> None:
         for router in self._routers:
-            known = router.fleet.workers[_boot(worker.number)]
+            known = router.fleet.workers[_incarnation(worker.number)]
             known.report(load)
             router.dispatcher.on_load(known, self._clock.now)
 
@@ -371,8 +371,8 @@ class RealRouters:
     ) -> None:
         for router in self._routers:
             for event in events:
-                router.fleet.workers[_boot(worker.number)].prefixes.apply(event)
+                router.fleet.workers[_incarnation(worker.number)].prefixes.apply(event)
 
 
-def _boot(number: int) -> bytes:
+def _incarnation(number: int) -> bytes:
     return (number + 1).to_bytes(16)

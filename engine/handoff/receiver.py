@@ -66,7 +66,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         engine: ReceivingEngine,
         kv: KvCache,
         *,
-        boot: bytes,
+        incarnation: bytes,
         identity: KvIdentity,
         on_received: Callable[[Received], None],
         on_lost: Callable[[bytes, str], None],
@@ -82,7 +82,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self.promises = Promises(kv.spec.block_size)
         self._engine = engine
         self._kv = kv
-        self._boot = boot
+        self._incarnation = incarnation
         self.identity = identity
         self._compatibility = HandoffCompatibility(identity, kv.spec, mixing, encrypted)
         self._digest = spec_digest(kv.spec)
@@ -94,7 +94,9 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         )
         self._device_frames = DeviceFrames(kv, self)
         self._to_ack: dict[IncomingHandoff, None] = {}  # in order of arrival
-        self._listeners = DataListeners(boot, self._compatibility, self, self._links, self._count)
+        self._listeners = DataListeners(
+            incarnation, self._compatibility, self, self._links, self._count
+        )
         self.refusals = self._listeners.refusals
         self.reserved_idle_block_s = 0.0  # of blocks between their reservation and their frame
         self.actions = {
@@ -122,11 +124,11 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         return self._listeners.open(transports, chosen)
 
     def admit(
-        self, attempt: bytes, request: Request, prefill_boot: bytes, deadline: float
+        self, attempt: bytes, request: Request, prefill_incarnation: bytes, deadline: float
     ) -> Ticket | None:
-        """Promise blocks for a prompt whose KV the process `prefill_boot` will send, and return the
-        attempt's ticket; None if decode has too few blocks. Takes constant time, whatever is
-        queued."""
+        """Promise blocks for a prompt whose KV the process `prefill_incarnation` will send, and
+        return the attempt's ticket; None if decode has too few blocks. Takes constant time,
+        whatever is queued."""
         choices = sum(c.finish is None for c in request.choices) or request.params.n
         tokens = len(prefix_ids(request))
         stats = self._engine.stats()
@@ -136,7 +138,11 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         if not self.promises.offer(blocks, available, stats.running):
             return None
         ticket = Ticket(
-            os.urandom(ID_BYTES), os.urandom(SECRET_BYTES), attempt, prefill_boot, self._boot
+            os.urandom(ID_BYTES),
+            os.urandom(SECRET_BYTES),
+            attempt,
+            prefill_incarnation,
+            self._incarnation,
         )
         keys = derive_keys(ticket, self._digest, self.identity.digest)
         state, times = Handoff(Side.RECEIVE, deadline), ReceiveTimes(self._clock())
@@ -344,7 +350,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             if isinstance(message.body, messages.Claim):
                 link.post(messages.encode(messages.Gone(message.ticket)))
             return
-        if incoming.ticket.prefill_boot != link.peer:
+        if incoming.ticket.prefill_incarnation != link.peer:
             raise FrameError("a message names a ticket of another prefill process")
         link.trust()
         if isinstance(message.body, messages.Claim):

@@ -103,7 +103,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         kv: KvCache,
         transports: Sequence[KvTransport],
         *,
-        boot: bytes,
+        incarnation: bytes,
         identity: KvIdentity,
         on_ended: Callable[[Sent], None],
         wake: Callable[[], None],
@@ -117,7 +117,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         self._engine = engine
         self._engine_passes_over = passes_over
         self._kv = kv
-        self._boot = boot
+        self._incarnation = incarnation
         self._identity = identity
         self._encrypted = encrypted
         self._spec = encode_spec(kv.spec)
@@ -126,7 +126,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         self._transports = transports
         self._dialer = Dialer(transports, self)
         self._dial_threads = ThreadPoolExecutor(DIALERS, "kv-dial")
-        self._peers: dict[bytes, _DecodePeer] = {}  # by decode boot
+        self._peers: dict[bytes, _DecodePeer] = {}  # by decode incarnation
         self._by_key: dict[str, OutgoingHandoff] = {}
         self.actions = {
             Action.SEND_CLAIM: self._send_claim,
@@ -284,7 +284,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                 outgoing.push(self._kv, pieces, tables[group], 0)
 
     def _send_claim(self, outgoing: OutgoingHandoff) -> None:
-        peer = self._peers.setdefault(outgoing.ticket.decode_boot, _DecodePeer())
+        peer = self._peers.setdefault(outgoing.ticket.decode_incarnation, _DecodePeer())
         if peer.link is not None and peer.link.open:
             self._claim_on(outgoing, peer.link)
             self._claimed(outgoing)
@@ -292,7 +292,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         peer.link = None
         peer.waiting.append(outgoing)
         if len(peer.waiting) == 1:
-            target = Target(outgoing.address, outgoing.ticket.decode_boot)
+            target = Target(outgoing.address, outgoing.ticket.decode_incarnation)
             self._dial_threads.submit(self._dial, target, peer)
 
     def _claimed(self, outgoing: OutgoingHandoff) -> None:
@@ -300,8 +300,8 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         if outgoing.done:
             outgoing.post(messages.Computed(outgoing.cached_tokens))
 
-    def _dialed(self, boot: bytes, link: DataLink | None, reason: str) -> None:
-        peer = self._peers[boot]
+    def _dialed(self, incarnation: bytes, link: DataLink | None, reason: str) -> None:
+        peer = self._peers[incarnation]
         peer.link = link
         if link is not None:
             self._links[link] = None
@@ -399,7 +399,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         """Connect to a decode process and claim blocks at once for the attempts that wait for it;
         runs on a dialling thread, since the engine thread may be computing a chunk."""
         hello = messages.Hello(
-            self._boot, target.boot, self._identity, "", self._spec, self._encrypted
+            self._incarnation, target.incarnation, self._identity, "", self._spec, self._encrypted
         )
         link, reason = None, ""
         try:
@@ -412,7 +412,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         except Exception:
             log.exception("connecting to a decode worker failed with an unexpected error")
             reason = "internal error"
-        self._inbox.append(partial(self._dialed, target.boot, link, reason))
+        self._inbox.append(partial(self._dialed, target.incarnation, link, reason))
         self._wake()
 
     def introduced(self, link: DataLink, hello: messages.Hello) -> str:

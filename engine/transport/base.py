@@ -64,11 +64,11 @@ class TransportOptions:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A decode process that prefill connects to: its TCP address and boot id, both from a
+    """A decode process that prefill connects to: its TCP address and incarnation, both from a
     ticket."""
 
     address: str  # host:port of its tcp listener; empty if it has none
-    boot: bytes
+    incarnation: bytes
 
 
 class DeviceSink(Protocol):
@@ -373,7 +373,7 @@ class KvTransport(ABC):
         """At prefill, release what `dial` allocated; `dial` must not be called afterwards."""
 
     @abstractmethod
-    def listen(self, boot: bytes, accept: Callable[[Wire], None]) -> Listener:
+    def listen(self, incarnation: bytes, accept: Callable[[Wire], None]) -> Listener:
         """At decode, open a listener that passes the wire of each new connection to `accept`.
         Raises OSError, or TransportRefused if this machine or the options do not support the
         transport."""

@@ -119,18 +119,18 @@ class ShmReader(WindowReader):
 
 class ShmTransport(KvTransport):
     """The shm transport. Both processes must share a directory of unix sockets, in which decode's
-    socket is named by its boot id."""
+    socket is named by its incarnation."""
 
     name = "shm"
     preference = 10
 
-    def listen(self, boot: bytes, accept: Callable[[Wire], None]) -> Listener:
+    def listen(self, incarnation: bytes, accept: Callable[[Wire], None]) -> Listener:
         size = self.options.slot_bytes
-        path = socket_path(self.options.shm_dir, boot, ".sock")
+        path = socket_path(self.options.shm_dir, incarnation, ".sock")
         return listen_unix(path, lambda peer: accept(ShmReader(peer, size)))
 
     def dial(self, target: Target, timeout_s: float) -> Wire:
-        path = socket_path(self.options.shm_dir, target.boot, ".sock")
+        path = socket_path(self.options.shm_dir, target.incarnation, ".sock")
         sock = dial_unix(path, timeout_s)
         try:
             return ShmWriter(sock, self.options.slot_bytes)

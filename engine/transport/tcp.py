@@ -97,7 +97,7 @@ class TcpTransport(KvTransport):
     name = "tcp"
     preference = 100
 
-    def listen(self, boot: bytes, accept: Callable[[Wire], None]) -> Listener:
+    def listen(self, incarnation: bytes, accept: Callable[[Wire], None]) -> Listener:
         host, port = split_address(self.options.data_bind)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)

@@ -1,5 +1,5 @@
-"""Unix sockets of decode processes, in a folder that prefill also sees, named by decode's boot
-id."""
+"""Unix sockets of decode processes, in a folder that prefill also sees, named by decode's
+incarnation."""
 
 import os
 import socket
@@ -12,11 +12,11 @@ from pdserve.engine.transport.base import SLOTS, Listener, TransportRefused
 _MAX_PATH = 107  # sun_path minus its terminating zero
 
 
-def socket_path(folder: str, boot: bytes, suffix: str) -> Path:
+def socket_path(folder: str, incarnation: bytes, suffix: str) -> Path:
     """Return the path of a decode process's socket. Raises TransportRefused if no folder is set."""
     if not folder:
         raise TransportRefused("no directory for unix sockets is set (--shm-dir)")
-    return Path(folder) / f"{boot.hex()}{suffix}"
+    return Path(folder) / f"{incarnation.hex()}{suffix}"
 
 
 def listen_unix(

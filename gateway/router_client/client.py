@@ -106,14 +106,14 @@ class RouterClient:
     """Sends requests to every router that a list of targets resolves to (docs/discovery.md).
     Implements `Upstream`, whose methods are described in gateway/router_client/upstream.py."""
 
-    def __init__(self, routers: Sequence[str], access: Access, boot: bytes) -> None:
+    def __init__(self, routers: Sequence[str], access: Access, incarnation: bytes) -> None:
         if not routers:
             raise ValueError("no router address is configured; set --routers")
         self._discovery = Discovery("--routers", routers, self._on_change, ready_only=True)
         self._changed = asyncio.Event()  # set when discovery has a change
         self._resolved: set[str] = set()  # addresses of routers that may get new requests
         self._access = access
-        self._boot = boot
+        self._incarnation = incarnation
         self._sessions: dict[str, RouterConnection] = {}  # by address
         self._inboxes: dict[str, _Inbox] = {}
         self._down_since = 0.0  # when the last working session was lost
@@ -376,7 +376,9 @@ class RouterClient:
             reported = unresolved
             self._resolved = {address for addresses in resolved.values() for address in addresses}
             for address in sorted(self._resolved - self._sessions.keys()):
-                self._sessions[address] = RouterConnection(address, self._access, self._boot, self)
+                self._sessions[address] = RouterConnection(
+                    address, self._access, self._incarnation, self
+                )
             for session in list(self._sessions.values()):
                 if session.failure.done():
                     session.failure.result()

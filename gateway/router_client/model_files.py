@@ -227,10 +227,10 @@ def merged(views: Sequence[FleetView]) -> FleetView:
     Counters are summed."""
     workers: dict[bytes, WorkerView] = {}
     for worker in (worker for view in views for worker in view.workers):
-        boot = worker.hello.boot
-        if boot not in workers or _preference(worker) < _preference(workers[boot]):
-            workers[boot] = worker
-    fleet = FleetView(workers=workers.values(), router_boot=views[0].router_boot)
+        incarnation = worker.hello.incarnation
+        if incarnation not in workers or _preference(worker) < _preference(workers[incarnation]):
+            workers[incarnation] = worker
+    fleet = FleetView(workers=workers.values(), router_incarnation=views[0].router_incarnation)
     for field in FleetView.DESCRIPTOR.fields:
         if field.cpp_type == field.CPPTYPE_UINT64:
             setattr(fleet, field.name, sum(getattr(view, field.name) for view in views))

@@ -63,7 +63,7 @@ class ResumableRequest:
         routers."""
         if self._placement is None or self._placement_dropped or not self._join_routers:
             return []
-        return rendezvous_order(self._placement.decode_boot, addresses)[: self._join_routers]
+        return rendezvous_order(self._placement.decode_incarnation, addresses)[: self._join_routers]
 
     def issue(self, now: float, given_back: bool = False) -> Start | None:
         """Return the Start message with which a router begins or continues the request; the epoch

@@ -53,9 +53,11 @@ class RouterConnection:
     """Keeps a session with the router at `address` (host:port): connects, and reconnects after
     failures."""
 
-    def __init__(self, address: str, access: Access, boot: bytes, listener: RouterListener) -> None:
-        """`boot` is the id of this gateway process, which the router gets; `listener` gets the
-        router's events."""
+    def __init__(
+        self, address: str, access: Access, incarnation: bytes, listener: RouterListener
+    ) -> None:
+        """`incarnation` is the id of this gateway process, which the router gets; `listener` gets
+        the router's events."""
         self.address = address
         self.channel: grpc.aio.Channel | None = None  # set while messages can be sent
         self.up_since = 0.0
@@ -65,7 +67,7 @@ class RouterConnection:
         self._refusal = ""  # the last logged reason why the versions are incompatible
         self._recent = Recent()
         self._access = access
-        self._boot = boot
+        self._incarnation = incarnation
         self._listener = listener
         self._outgoing: deque[GatewayMessage] = deque()
         self._to_send = asyncio.Event()
@@ -125,7 +127,9 @@ class RouterConnection:
     async def _run(self, channel: grpc.aio.Channel) -> None:
         loop = asyncio.get_running_loop()
         call = RouterStub(channel).Session()
-        hello = GatewayHello(boot=self._boot, reads_rows=True, protocol=PROTOCOL_VERSION)
+        hello = GatewayHello(
+            incarnation=self._incarnation, reads_rows=True, protocol=PROTOCOL_VERSION
+        )
         await call.write(GatewayMessage(hello=hello))
         self.up_since = loop.time()
         self.protocol = None

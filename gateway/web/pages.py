@@ -141,7 +141,7 @@ class FleetWorker(ResponseModel):
     """A worker of the fleet. `running` and `waiting` count requests; numbers of tokens and
     preemptions are totals since the worker's start."""
 
-    boot: str
+    incarnation: str
     role: str
     state: str
     silent_s: float
@@ -303,7 +303,7 @@ def _fleet_worker(view: WorkerView) -> FleetWorker:
     return _from_attributes(
         FleetWorker,
         load,
-        boot=hello.boot.hex(),
+        incarnation=hello.incarnation.hex(),
         role=Role.Name(hello.role).lower(),
         state=view.state,
         silent_s=view.silent_s,

@@ -114,7 +114,7 @@ class ServedAttempt:
     lease: Lease
     transcript: Transcript
     span: TraceSpan = NO_SPAN
-    prefill_boot: bytes = b""  # the worker that sends its KV
+    prefill_incarnation: bytes = b""  # the worker that sends its KV
     ticket: Ticket | None = None  # for that worker
     admitted: bool = False  # Admitted was sent to the router
     resume: tuple[DecodeSession, Resume] | None = None  # a Resume that came before the admission

@@ -95,7 +95,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             self.refuse(session, admit, error)
             return
         nothing_to_send = len(prefix_ids(request)) < 2 or request.needs_whole_prompt
-        remote = bool(admit.prefill_boot) and not nothing_to_send
+        remote = bool(admit.prefill_incarnation) and not nothing_to_send
         local_identity = runtime.engine.kv_identity.digest
         leads = not remote or admit.prefill_identity in (b"", local_identity)
         sharing = SharingPolicy(admit.min_shared_tokens, not remote, leads)
@@ -113,7 +113,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             span=self._tracer.begin(
                 "decode", TraceContext(start.trace_parent, start.trace_state), now
             ),
-            prefill_boot=admit.prefill_boot,
+            prefill_incarnation=admit.prefill_incarnation,
         )
         self._served[served.attempt] = served
         self._by_key[request.key] = served
@@ -122,7 +122,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         if remote:
             deadline = now + start.remaining_ms / 1000 if start.remaining_ms else float("inf")
             future = runtime.admit_remote(
-                served.attempt, request, admit.prefill_boot, deadline, sharing
+                served.attempt, request, admit.prefill_incarnation, deadline, sharing
             )
         else:
             future = runtime.admit_local(served.attempt, request, sharing)
@@ -184,7 +184,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         """Send a frozen attempt's KV to the decode worker that the command `move` names. Sends
         Moved or Stayed when the hand-off is over."""
         runtime, ticket = self._runtime, move.ticket
-        sizes = (len(move.to), len(ticket.id), len(ticket.decode_boot), len(ticket.secret))
+        sizes = (len(move.to), len(ticket.id), len(ticket.decode_incarnation), len(ticket.secret))
         if sizes != (ID_BYTES, ID_BYTES, ID_BYTES, SECRET_BYTES):
             session.outbox.put(_stayed(move.attempt, "the ticket is malformed"))
             return
@@ -198,7 +198,9 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
                     _stayed(move.attempt, "the request was not frozen for a migration")
                 )
 
-        target = Ticket(ticket.id, ticket.secret, move.to, runtime.incarnation, ticket.decode_boot)
+        target = Ticket(
+            ticket.id, ticket.secret, move.to, runtime.incarnation, ticket.decode_incarnation
+        )
         identity = move.kv_identity.digest
         when_done(runtime.migrate(move.attempt, target, ticket.data_address, identity), began)
 
@@ -366,7 +368,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
                     id=ticket.id,
                     secret=ticket.secret,
                     data_address=self._runtime.data_address,
-                    decode_boot=ticket.decode_boot,
+                    decode_incarnation=ticket.decode_incarnation,
                 )
             )
             served.ticket = admitted.ticket

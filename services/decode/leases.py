@@ -188,7 +188,7 @@ class Leases:
         resumed.follows = served.follows
         if served.lease.live and served.ticket is not None and served.received is None:
             resumed.ticket.CopyFrom(served.ticket)
-            resumed.prefill_boot = served.prefill_boot
+            resumed.prefill_incarnation = served.prefill_incarnation
         session.outbox.put(wire.DecodeEvent(resumed=resumed))
         for event in _repeated(served, counts):
             session.outbox.put(event)

@@ -161,7 +161,7 @@ class DecodeRuntime(WorkerRuntime):
         self.receiver = Receiver(
             engine,
             engine.kv,
-            boot=incarnation,
+            incarnation=incarnation,
             identity=engine.kv_identity,
             on_received=self._received,
             on_lost=self._lost,
@@ -217,7 +217,7 @@ class DecodeRuntime(WorkerRuntime):
         self,
         attempt: bytes,
         request: Request,
-        prefill_boot: bytes,
+        prefill_incarnation: bytes,
         deadline: float,
         sharing: SharingPolicy,
     ) -> "Future[AdmissionReply | None]":
@@ -232,7 +232,7 @@ class DecodeRuntime(WorkerRuntime):
                 return AdmissionReply(follows=True)
             engine.limits.check(request)
             ticket = self.receiver.admit(
-                attempt, request, prefill_boot, deadline + DEADLINE_SLACK_S
+                attempt, request, prefill_incarnation, deadline + DEADLINE_SLACK_S
             )
             if ticket is None:
                 return None

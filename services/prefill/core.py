@@ -245,7 +245,7 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
             ("attempt", start.attempt, ID_BYTES),
             ("ticket.id", wire_ticket.id, ID_BYTES),
             ("ticket.secret", wire_ticket.secret, SECRET_BYTES),
-            ("ticket.decode_boot", wire_ticket.decode_boot, ID_BYTES),
+            ("ticket.decode_incarnation", wire_ticket.decode_incarnation, ID_BYTES),
         ):
             if len(value) != size:
                 raise ServiceError(pb.INVALID_ARGUMENT, f"{name} must have {size} bytes", name)
@@ -265,7 +265,7 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
             wire_ticket.secret,
             start.attempt,
             runtime.incarnation,
-            wire_ticket.decode_boot,
+            wire_ticket.decode_incarnation,
         )
 
     def _started(self, attempt: bytes, future: "Future[Any]") -> None:

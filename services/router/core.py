@@ -282,7 +282,7 @@ class RouterCore:
                 WorkerView(hello=w.hello, load=w.load, state=w.state.value, silent_s=now - w.heard)
                 for w in self.fleet.workers.values()
             ],
-            router_boot=self.incarnation,
+            router_incarnation=self.incarnation,
             prefill_local=self.dispatcher.prefills["local"],
             prefill_remote=self.dispatcher.prefills["remote"],
             retries=self.dispatcher.num_retries,

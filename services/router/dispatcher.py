@@ -211,7 +211,7 @@ class Dispatcher:
         checks_placement = (
             start.HasField("placement") and not recently_started and self.fleet.sharded
         )
-        if checks_placement and self.fleet.get(start.placement.decode_boot) is None:
+        if checks_placement and self.fleet.get(start.placement.decode_incarnation) is None:
             return FailureReason.NO_WORKER_HERE  # another router may have its worker
         if not is_served and not self._models:
             return ServiceError(

@@ -94,8 +94,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self, request_iterator: AsyncIterator[rpc.GatewayMessage], context: Context
     ) -> AsyncIterator[rpc.RouterMessage]:
         first = await anext(request_iterator, rpc.GatewayMessage())
-        if not first.hello.boot:
-            text = "the first message of a Session call must be `hello`, with `boot` set"
+        if not first.hello.incarnation:
+            text = "the first message of a Session call must be `hello`, with `incarnation` set"
             await abort(context, ServiceError(pb.INVALID_ARGUMENT, text, "hello"))
         if self._core.draining:
             await abort(context, ServiceError(pb.UNAVAILABLE, "the router is shutting down"))
@@ -103,7 +103,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             self._versions.check(first.hello.protocol, f"gateway at {host_of(context.peer())}")
         except ServiceError as error:
             await abort(context, error)
-        session = ClientSession(first.hello.boot, first.hello.reads_rows)
+        session = ClientSession(first.hello.incarnation, first.hello.reads_rows)
         self._sessions.add(session)
         reader = asyncio.create_task(self._read(request_iterator, session))
         try:
@@ -319,8 +319,8 @@ def check_hello(hello: fleet_pb2.WorkerHello) -> None:
     invalid_field = ""
     if hello.role not in ROLES:
         invalid_field = "role"
-    elif len(hello.boot) != INCARNATION_BYTES:
-        invalid_field = "boot"
+    elif len(hello.incarnation) != INCARNATION_BYTES:
+        invalid_field = "incarnation"
     elif not hello.address.rpartition(":")[2].isdigit():
         invalid_field = "address"
     elif not hello.card.name or not _has_layout(hello.card):
@@ -371,7 +371,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         lease = worker.lease
         try:
             welcome = fleet_pb2.Welcome(
-                router_boot=self._core.incarnation, protocol=PROTOCOL_VERSION
+                router_incarnation=self._core.incarnation, protocol=PROTOCOL_VERSION
             )
             yield fleet_pb2.JoinReply(welcome=welcome)
             last_echo = 0.0

@@ -122,7 +122,7 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
         version is too old or too new."""
         self._versions.check(hello.protocol, f"router at {host_of(session.peer)}")
         self.in_fleet.set()
-        log.debug("router %s opened a session with this worker", hello.router_boot.hex())
+        log.debug("router %s opened a session with this worker", hello.router_incarnation.hex())
 
     def _session_lost(self, session: RouterSession[OutboxT]) -> None:
         """Handle the end of a session. Does nothing by default, so the session's attempts continue;

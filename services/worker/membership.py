@@ -423,7 +423,7 @@ class Membership:
             return address in joined or not absent
 
         joined = {a for a, lease in self._leases.items() if lease.welcomed and not lease.leaving}
-        order = rendezvous_order(self.hello.boot, addresses)
+        order = rendezvous_order(self.hello.incarnation, addresses)
         targets = set(first_that_count(order, num_routers, counts))
         self._missed = {a: self._missed.get(a, now) for a in targets - joined}
         return targets

@@ -272,7 +272,7 @@ class WorkerProcess:
         runtime.thread.start()
         hello = WorkerHello()
         hello.CopyFrom(runtime.hello)
-        hello.boot, hello.address = self.incarnation, self.address
+        hello.incarnation, hello.address = self.incarnation, self.address
         hello.join_routers = self._settings.join_routers
         self._membership = Membership(
             hello,

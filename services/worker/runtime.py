@@ -110,7 +110,7 @@ class WorkerRuntime(ABC):
             self.engine,
             self.engine.kv,
             transports,
-            boot=self.incarnation,
+            incarnation=self.incarnation,
             identity=self.engine.kv_identity,
             on_ended=on_ended,
             wake=self.thread.wake,

@@ -80,14 +80,14 @@ def judge(
     for strike in strikes:
         lost = {r for r, reasons in tries.items() if any(strike.address in x for x in reasons)}
         fell = (
-            bool(evidence.in_transfer(strike.boot, strike.at_ns))
+            bool(evidence.in_transfer(strike.incarnation, strike.at_ns))
             if strike.role == "prefill"
             else bool(lost & {*strike.streams})
         )
         outcome.hits += fell
         outcome.missed += not fell
-        outcome.detection_s += evidence.noticed(strike.address, strike.boot, strike.at_ns)
-        outcome.blocks_back_s += evidence.given_back(strike.boot, strike.at_ns)
+        outcome.detection_s += evidence.noticed(strike.address, strike.incarnation, strike.at_ns)
+        outcome.blocks_back_s += evidence.given_back(strike.incarnation, strike.at_ns)
 
 
 # --- rounds
@@ -152,7 +152,7 @@ def stop_prefill(cluster: Cluster, count: int, outcome: Outcome) -> None:
         resumed_ns = strike.at_ns + int(STOP_S * 1e9)
         kept = [
             h for h in Evidence(cluster.rings).handoffs.values()
-            if h.sender == strike.boot and h.sent and h.sent[0] < strike.at_ns
+            if h.sender == strike.incarnation and h.sent and h.sent[0] < strike.at_ns
             and h.freed_ns.get(SEND, 0) >= resumed_ns
         ]  # fmt: skip
         outcome.hits += bool(kept)  # it was paused while sending blocks, and resumed
@@ -181,8 +181,8 @@ def strike_twice(cluster: Cluster, count: int, outcome: Outcome) -> None:
                      if load.running and load.generation_tokens > before.get(b, 0)), b"",
                 )  # fmt: skip
 
-            boot = wait_until(runs, "the request to run", limit_s=30)
-            cluster.kill(next(p for p in cluster.of("decode") if p.boot == boot))
+            incarnation = wait_until(runs, "the request to run", limit_s=30)
+            cluster.kill(next(p for p in cluster.of("decode") if p.incarnation == incarnation))
         thread.join()
         cluster.refill()
         (answer,) = answers

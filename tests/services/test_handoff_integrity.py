@@ -208,7 +208,11 @@ def test_another_wire_version_is_refused_by_name_on_both_sides(
 ) -> None:
     pair = make_pair(transport)
     hello = messages.Hello(
-        pair.prefill_boot, pair.decode_boot, OURS, transport, encode_spec(pair.prefill.kv.spec)
+        pair.prefill_incarnation,
+        pair.decode_incarnation,
+        OURS,
+        transport,
+        encode_spec(pair.prefill.kv.spec),
     )
     record = bytearray(messages.encode(hello))
     record[2] = frames.WIRE_VERSION + 5  # after the magic
@@ -217,7 +221,9 @@ def test_another_wire_version_is_refused_by_name_on_both_sides(
         host, port = address.rsplit(":", 1)
         sock = socket.create_connection((host, int(port)))
     else:
-        sock = make_transport(transport, tmp_path).dial(Target("", pair.decode_boot), 1.0).sock
+        sock = (
+            make_transport(transport, tmp_path).dial(Target("", pair.decode_incarnation), 1.0).sock
+        )
     with sock:
         sock.settimeout(10)
         sock.sendall(bytes(record))

@@ -85,11 +85,11 @@ async def test_each_worker_joins_some_routers_and_together_they_cover_the_fleet(
     retries = [router.core.dispatcher.num_retries for router in system.routers.values()]
     assert retries == [0, 0, 0]
 
-    boots = sorted(worker.incarnation for worker in system.workers.values())
-    ran = {boot for stream in requests for boot in stream.decode_boots}
-    assert ran <= set(boots)
+    incarnations = sorted(worker.incarnation for worker in system.workers.values())
+    ran = {incarnation for stream in requests for incarnation in stream.decode_incarnations}
+    assert ran <= set(incarnations)
     view = await system.client.fleet()
-    assert sorted(worker.hello.boot for worker in view.workers) == boots, "each once"
+    assert sorted(worker.hello.incarnation for worker in view.workers) == incarnations, "each once"
     assert {worker.state for worker in view.workers} == {"live"}
     assert view.prefill_local == len(requests), "by any router"
 
@@ -100,9 +100,9 @@ async def test_a_pick_comes_from_a_router_that_knows_a_worker_there(
 ) -> None:
     """All hosts are one here, so the worker is made to report another."""
     host = f"host-of-{name}"
-    boot = system.workers[name].incarnation
+    incarnation = system.workers[name].incarnation
     for router in system.routers.values():
-        known = router.core.fleet.get(boot)
+        known = router.core.fleet.get(incarnation)
         if known is not None:
             known.address = f"{host}:{known.address.rpartition(':')[2]}"
     model = name.partition("-")[0]
@@ -128,7 +128,7 @@ async def test_streams_continue_with_another_router_of_their_workers(system: Sha
     left = [system.routers[router].core.dispatcher for router in (b, c)]
     assert sum(one.num_adopted for one in left) == num_there, "none was computed again"
     assert [one.num_retries for one in left] == [0, 0]
-    assert all(len(set(stream.decode_boots)) == 1 for stream in requests)
+    assert all(len(set(stream.decode_incarnations)) == 1 for stream in requests)
     await eventually(lambda: len(system.knows(b)) == len(system.knows(c)) == 4)
 
 
@@ -178,18 +178,18 @@ async def test_a_stream_of_a_dead_worker_goes_to_a_router_that_has_another(
 ) -> None:
     """Its own router has no remaining worker of the model, and none will join."""
     a = system.addresses[0]
-    boot = system.workers["tiny-ab"].incarnation
+    incarnation = system.workers["tiny-ab"].incarnation
     dispatcher = system.routers[a].core.dispatcher
     with system.slow():
         requests = [Stream(system.client, number, "tiny", LONG) for number in range(12)]
         await under_way(requests)
         assert system.uses(a)
-        moved = [stream for stream in requests if stream.decode_boots[-1] == boot]
+        moved = [stream for stream in requests if stream.decode_incarnations[-1] == incarnation]
         await system.kill_worker("tiny-ab")
         assert not any(stream.task.done() for stream in requests)
     await answered(requests, LONG)
     other = system.workers["tiny-bc"].incarnation
-    assert all(stream.decode_boots[-1] == other for stream in requests)
+    assert all(stream.decode_incarnations[-1] == other for stream in requests)
     assert moved
     assert dispatcher.outcomes["UNAVAILABLE"] > 0, "it has given them back"
     assert not dispatcher.num_running

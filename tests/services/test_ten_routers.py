@@ -82,7 +82,7 @@ class System:
         return len(workers) == 1 + DECODES and all(worker.connected for worker in workers)
 
     async def ask(self, number: int) -> bytes:
-        """Send one request and check its answer; return the decode worker's boot id."""
+        """Send one request and check its answer; return the decode worker's incarnation."""
         ids = prompt(30 + number % 20, seed=number)
         start = pb.Start(
             request=f"r{number}",
@@ -96,7 +96,9 @@ class System:
         assert events[-1].HasField("finished"), events[-1]
         tokens = [id_ for e in events if e.HasField("tokens") for id_ in e.tokens.ids]
         assert tokens == expected(ids)[0]
-        return next(e.placed.placement.decode_boot for e in events[::-1] if e.HasField("placed"))
+        return next(
+            e.placed.placement.decode_incarnation for e in events[::-1] if e.HasField("placed")
+        )
 
 
 async def test_workers_of_ten_routers_are_never_overcommitted(
@@ -133,7 +135,7 @@ async def test_workers_of_ten_routers_are_never_overcommitted(
     async with system.stack:
         await system.start()
         watching = asyncio.create_task(watch())
-        boots = Counter(await asyncio.gather(*map(gated, range(REQUESTS))))
+        incarnations = Counter(await asyncio.gather(*map(gated, range(REQUESTS))))
         watching.cancel()
         outcomes = [router.core.dispatcher.outcomes for router in system.routers]
         preemptions = [w.runtime.engine.stats().preemptions for w in system.decodes]
@@ -144,4 +146,6 @@ async def test_workers_of_ten_routers_are_never_overcommitted(
     assert preemptions == [0] * DECODES
     assert sum(outcomes, Counter()) == {"ok": REQUESTS}
     assert all(outcomes), "a router had no request"
-    assert min(boots[worker.boot] for worker in system.decodes) > REQUESTS / DECODES / 3
+    assert (
+        min(incarnations[worker.incarnation] for worker in system.decodes) > REQUESTS / DECODES / 3
+    )

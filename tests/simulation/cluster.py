@@ -184,8 +184,8 @@ class Cluster:
     async def _gateway(self, node: Node) -> None:
         """Run the gateway's client of the routers; the HTTP side is not simulated."""
         number = int(node.name[1:])
-        boot = self.world.rng.randbytes(16)
-        client = RouterClient(self.routers, LoopAccess(self.network), boot)
+        incarnation = self.world.rng.randbytes(16)
+        client = RouterClient(self.routers, LoopAccess(self.network), incarnation)
         node.process.service = client
         drain = asyncio.Event()
         node.process.add_signal_handler(signal.SIGTERM, drain.set)

@@ -200,7 +200,7 @@ class SimTransport:
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
 
-    def listen(self, boot: bytes, accept: Callable[[Any], None]) -> Any:
+    def listen(self, incarnation: bytes, accept: Callable[[Any], None]) -> Any:
         address = f"{self._process.name}:6000"
         self._network.listen(address, self._process, accept)
         return _Listener(address)

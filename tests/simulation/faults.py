@@ -40,7 +40,7 @@ KINDS = (
     "duplicate message", "reordered message", "late message",
     "bit flip", "truncation", "replay of a frame",
     "engine hangs prefill", "engine hangs decode",
-    "stale boot id", "other weights", "no blocks at decode", "no blocks at prefill",
+    "stale incarnation", "other weights", "no blocks at decode", "no blocks at prefill",
     "router restart", "all prefill gone", "all decode gone", "router hears nobody",
 )  # fmt: skip
 
@@ -135,7 +135,7 @@ class Faults:
                 "deadline": lambda strike: None,  # part of the request
                 "engine hangs prefill": lambda strike: self._hang(strike, "prefill"),
                 "engine hangs decode": lambda strike: self._hang(strike, "decode"),
-                "stale boot id": self._stale_boot,
+                "stale incarnation": self._stale_incarnation,
                 "other weights": lambda strike: self._other_weights(strike, message),
                 "no blocks at decode": lambda strike: self._hog(strike, "decode"),
                 "no blocks at prefill": lambda strike: self._hog(strike, "prefill"),
@@ -236,7 +236,7 @@ class Faults:
         part.thread.hang()
         self._later(strike.rng.choice((1.0, 5.0, 12.0, 30.0)), part.thread.thaw)
 
-    def _stale_boot(self, strike: Strike) -> None:
+    def _stale_incarnation(self, strike: Strike) -> None:
         """Replace a worker at its address before its end is noticed."""
         role = strike.rng.choice(("decode", "decode", "prefill"))
         victim = self._name(strike, role)

@@ -14,9 +14,9 @@ HOST = b"the simulation.."
 class Notes:
     """Records of one life of a process, with the world's clock."""
 
-    def __init__(self, world: World, role: str, boot: bytes) -> None:
+    def __init__(self, world: World, role: str, incarnation: bytes) -> None:
         self._world = world
-        self._role, self._boot = role, boot
+        self._role, self._incarnation = role, incarnation
         self._records: list[Record] = []
         self._reasons: dict[str, int] = {text: number for number, text in enumerate(FIRST_REASONS)}
         self._closed = False
@@ -37,7 +37,7 @@ class Notes:
     def recording(self) -> Recording:
         return Recording(
             role=self._role,
-            boot=self._boot,
+            incarnation=self._incarnation,
             host=HOST,
             epoch_ns=0,
             wall_ns=0,

@@ -52,7 +52,7 @@ class PhaseWatch:
         self._tell = tell
         self._requests: dict[bytes, str] = {}  # by attempt
         self._tickets: dict[bytes, bytes] = {}  # ticket -> attempt
-        self._names: dict[bytes, str] = {}  # boot -> worker
+        self._names: dict[bytes, str] = {}  # incarnation -> worker
         self._counts: Counter[tuple[bytes, str]] = Counter()
         self._prompts: dict[str, list[int]] = {}
         self._rows: dict[tuple[str, str], RowReader] = {}  # by decode and router
@@ -90,7 +90,7 @@ class PhaseWatch:
                 place = self.places.setdefault(body.start.request, {})
                 place["gateway"], place["router"] = message.src.name, message.dst.name
         elif isinstance(body, fleet_pb2.WorkerReport) and body.HasField("hello"):
-            self._names[body.hello.boot] = message.src.name
+            self._names[body.hello.incarnation] = message.src.name
 
     def _on_admit(self, message: Message, admit: wire.Admit) -> None:
         self._requests[admit.attempt] = admit.start.request
@@ -98,8 +98,8 @@ class PhaseWatch:
         place = self.places.setdefault(admit.start.request, {})
         place["router"], place["decode"] = message.src.name, message.dst.name
         place.pop("prefill", None)
-        if admit.prefill_boot:
-            place["prefill"] = self._names[admit.prefill_boot]
+        if admit.prefill_incarnation:
+            place["prefill"] = self._names[admit.prefill_incarnation]
 
     def _on_decode(self, message: Message, event: wire.DecodeEvent) -> None:
         kind = event.WhichOneof("event")

@@ -264,8 +264,8 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
     def build(config: Any, progress: Any) -> Any:
         return here().build()
 
-    def open_ring(folder: str, role: str, boot: bytes, megabytes: int) -> Notes:
-        world.notes.append(Notes(world, role, boot))
+    def open_ring(folder: str, role: str, incarnation: bytes, megabytes: int) -> Notes:
+        world.notes.append(Notes(world, role, incarnation))
         return world.notes[-1]
 
     def transports(choice: str, options: Any) -> list[SimTransport]:

@@ -56,16 +56,16 @@ def test_killed_processes_cost_no_stream_a_token(model: Path, tmp_path: Path, ri
         struck = [[why for why in tries[request] if strike.address in why] for request in lost]
         assert all(len(reasons) <= 1 for reasons in struck), ("a stream was struck twice", tries)
         if strike.role == "prefill":
-            assert evidence.in_transfer(strike.boot, strike.at_ns)
+            assert evidence.in_transfer(strike.incarnation, strike.at_ns)
         elif strike.role == "decode":
             assert {*lost} & {*strike.streams}, "the worker had no stream in progress"
         if strike.role == "router":
             assert not lost
         else:
-            noticed = evidence.noticed(strike.address, strike.boot, strike.at_ns)
+            noticed = evidence.noticed(strike.address, strike.incarnation, strike.at_ns)
             assert noticed, (strike, struck, evidence.closed_since(strike.at_ns))
             assert max(noticed) < 1.0
-            assert all(s < 3.0 for s in evidence.given_back(strike.boot, strike.at_ns))
+            assert all(s < 3.0 for s in evidence.given_back(strike.incarnation, strike.at_ns))
 
 
 @pytest.mark.parametrize(

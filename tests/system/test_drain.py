@@ -114,7 +114,7 @@ def terminate_and_note(fleet: Fleet, worker: Any, told: dict[Any, Any]) -> None:
     def look() -> None:
         while not over.wait(0.02):
             for each in fleet.fleet_view().workers:
-                told["loads"][each.hello.boot] = each.load
+                told["loads"][each.hello.incarnation] = each.load
 
     looking = threading.Thread(target=look)
     looking.start()
@@ -166,9 +166,9 @@ def test_a_drained_decode_worker_migrates_its_streams(
     assert after.moved_bytes > before.moved_bytes
     assert after.retries == before.retries, "a request was retried"
     final = told["loads"]
-    final.update({w.hello.boot: w.load for w in after.workers})
-    first = {w.hello.boot: w.load for w in before.workers}
-    new = computed(final[boot] for boot in first)
+    final.update({w.hello.incarnation: w.load for w in after.workers})
+    first = {w.hello.incarnation: w.load for w in before.workers}
+    new = computed(final[incarnation] for incarnation in first)
     old = computed(first.values())
     assert new[1] == old[1] == 0
     request = sum(answer[-1] for answer in answers)
@@ -206,6 +206,6 @@ def test_a_drained_router_or_gateway_finishes_its_streams(
     terminate(fleet, address)
     assert run.end() == calm
     after = whole(fleet)
-    assert (after.router_boot != before.router_boot) == (role == "router")
+    assert (after.router_incarnation != before.router_incarnation) == (role == "router")
     if role == "gateway":
         assert after.retries == before.retries

@@ -62,7 +62,8 @@ def test_killing_prefill_during_a_transfer_loses_no_request(fleet: Fleet) -> Non
 @pytest.mark.extended
 @pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
 def test_the_live_view_follows_a_killed_worker(fleet: Fleet) -> None:
-    live = "[...document.querySelectorAll('.worker[data-state=live]')].map((e) => e.dataset.boot)"
+    cards = "[...document.querySelectorAll('.worker[data-state=live]')]"
+    live = f"{cards}.map((card) => card.dataset.incarnation)"
     number = len(fleet.pids("decode")) + len(fleet.pids("prefill"))
     with Browser() as page:
         page.open(f"{fleet.url}/fleet")
@@ -70,7 +71,7 @@ def test_the_live_view_follows_a_killed_worker(fleet: Fleet) -> None:
         before = page.run(live)
         (victim,) = fleet.pids("decode")
         os.kill(victim, signal.SIGKILL)
-        gone = page.wait("document.querySelector('.worker[data-state=gone]')?.dataset.boot")
+        gone = page.wait("document.querySelector('.worker[data-state=gone]')?.dataset.incarnation")
         assert "decode" in page.text("[data-state=gone]").lower()
         page.wait(f"{live}.length === {number}")
         assert set(before) - set(page.run(live)) == {gone}

@@ -73,27 +73,27 @@ def test_every_listener_is_in_a_table(system: WholeSystem) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_without_a_ticket_no_claim_is_granted(system: WholeSystem, transport: str) -> None:
     """The client knows everything that a worker says about itself, and even a ticket's id."""
-    boot, thief = os.urandom(16), os.urandom(16)
+    incarnation, thief = os.urandom(16), os.urandom(16)
     credentials = system.access(Role.ROUTER)
     address = system.address[Role.DECODE]
     with (
         credentials.open_blocking_channel(address, Role.DECODE) as channel,
-        admitted(channel, boot) as ticket,
+        admitted(channel, incarnation) as ticket,
     ):
-        with system.peer(transport, boot) as peer:
+        with system.peer(transport, incarnation) as peer:
             assert isinstance(peer.welcome, messages.Welcome)
-            unknown = guessed(system.decode, boot)
+            unknown = guessed(system.decode, incarnation)
             assert peer.claim(unknown) == messages.Gone(unknown.id)
-        with system.peer(transport, boot) as peer:
-            assert peer.claim(guessed(system.decode, boot, ticket.id)) is None, (
+        with system.peer(transport, incarnation) as peer:
+            assert peer.claim(guessed(system.decode, incarnation, ticket.id)) is None, (
                 "a claim with a wrong secret was answered"
             )
         with system.peer(transport, thief) as peer:
             assert peer.claim(ticket) is None, "a claim with another process's ticket was answered"
-        with system.peer(transport, boot) as peer:
+        with system.peer(transport, incarnation) as peer:
             peer.send_frame()
             assert peer.reply() is None, "a frame without a ticket was answered"
-        with system.peer(transport, boot) as peer:
+        with system.peer(transport, incarnation) as peer:
             assert isinstance(peer.claim(ticket), messages.Granted)
 
 

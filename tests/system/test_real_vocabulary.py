@@ -192,7 +192,9 @@ def warm(cluster: Cluster, client: Client, pool: ThreadPoolExecutor) -> None:
         for reply in pool.map(lambda seed: client.ask("named", seed), islice(seeds, 4)):
             whole(reply)
         loads = cluster.loads()
-        return all(loads[worker.boot].generation_tokens for worker in cluster.joined("decode"))
+        return all(
+            loads[worker.incarnation].generation_tokens for worker in cluster.joined("decode")
+        )
 
     wait_until(all_answered, "answers of all decode workers", limit_s=LIMIT_S)
 

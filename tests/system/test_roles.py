@@ -112,7 +112,7 @@ def test_a_worker_can_join_only_in_the_role_of_its_certificate(
 ) -> None:
     """Prefill cannot join with decode's hello, so a stolen key admits a single role."""
     hello = system.hello(Role.DECODE)
-    hello.boot = bytes(16)
+    hello.incarnation = bytes(16)
     report = fleet_pb2.WorkerReport(hello=hello)
     with pytest.raises(grpc.RpcError) as refused:
         list(FleetStub(channels[Role.PREFILL, Role.ROUTER]).Join(iter([report]), timeout=20))

@@ -105,8 +105,8 @@ SUMS = (
     ("every process", "no sum", "each process by itself"),
 )
 CARD = pb.ModelCard(name="x", kv_spec=encode_spec(KvSpec(4, ())))
-HELLO = fleet_pb2.WorkerHello(role=fleet_pb2.DECODE, boot=b"x", address="x:1", card=CARD)
-PREFILL = fleet_pb2.WorkerHello(role=fleet_pb2.PREFILL, boot=b"y", address="y:1", card=CARD)
+HELLO = fleet_pb2.WorkerHello(role=fleet_pb2.DECODE, incarnation=b"x", address="x:1", card=CARD)
+PREFILL = fleet_pb2.WorkerHello(role=fleet_pb2.PREFILL, incarnation=b"y", address="y:1", card=CARD)
 LOAD = fleet_pb2.Load(
     blocks_total=1,
     prefill_tokens_s=1,

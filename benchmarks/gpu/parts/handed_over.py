@@ -50,9 +50,9 @@ def measure(part: MeasuredPart) -> None:
     without = same_bits(prompts.step(), expected)
     side.clear()
     side.wait()
-    boot, taker = os.urandom(16), Taker(side)
-    listener = listen(side, "cuda_ipc", boot, taker)
-    words = [sys.executable, __file__, "child", str(part.folder), boot.hex()]
+    incarnation, taker = os.urandom(16), Taker(side)
+    listener = listen(side, "cuda_ipc", incarnation, taker)
+    words = [sys.executable, __file__, "child", str(part.folder), incarnation.hex()]
     words += ["fake"] if part.fake else []
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         try:
@@ -69,13 +69,13 @@ def measure(part: MeasuredPart) -> None:
 
 
 def child() -> None:
-    """The prefill side: `child FOLDER BOOT [fake]`; prints the number of frames it sends."""
-    folder, boot, fake = sys.argv[2], bytes.fromhex(sys.argv[3]), "fake" in sys.argv[4:]
+    """The prefill side: `child FOLDER INCARNATION [fake]`; prints the number of frames it sends."""
+    folder, incarnation, fake = sys.argv[2], bytes.fromhex(sys.argv[3]), "fake" in sys.argv[4:]
     fake_device() if fake else own_stream()
     prompts = Prompts(fake, folder)
     prompts.compute()
     side = prompts.side
-    link = dial(side, "cuda_ipc", "", boot)
+    link = dial(side, "cuda_ipc", "", incarnation)
     parts = pieces(side, link, side.kv.num_blocks[0])
     say(str(len(parts)))
     for number, piece in enumerate(parts):

@@ -97,12 +97,12 @@ def transfers(side: Side, blocks: int, rounds: int) -> dict[str, Any]:
     children = Children(side, "prefill", blocks, 1)
     equal = True
     for name in ("cuda_ipc", "tcp"):
-        boot, taker = os.urandom(16), Taker(side)
-        listener = listen(side, name, boot, taker)
+        incarnation, taker = os.urandom(16), Taker(side)
+        listener = listen(side, name, incarnation, taker)
         process, _ = children.next(0)
         address = listener.address if name == "tcp" else "-"
         speeds = []
-        tell(process, name, address, boot.hex(), 7, rounds)
+        tell(process, name, address, incarnation.hex(), 7, rounds)
         for number in range(rounds):
             side.clear()
             side.wait()

@@ -70,13 +70,13 @@ def over(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
 def kill_prefill(side: Side, count: int) -> dict[str, int]:
     """prefill floods the window and dies; decode's context still works, and the data it took equals
     the dead process's pool."""
-    boot, taker, rng = os.urandom(16), Taker(side), random.Random(2)
-    listener = listen(side, "cuda_ipc", boot, taker)
+    incarnation, taker, rng = os.urandom(16), Taker(side), random.Random(2)
+    listener = listen(side, "cuda_ipc", incarnation, taker)
     children = Children(side, "prefill", FEW, READY)
     survived = frames = damaged = wrong = 0
     for number in range(count):
         process, _ = children.next(count - number - 1)
-        tell(process, "cuda_ipc", "-", boot.hex(), number, "flood")
+        tell(process, "cuda_ipc", "-", incarnation.hex(), number, "flood")
         try:
             taken, bad = taker.take(rng.randrange(1, 40))
         except AssertionError as error:
@@ -112,8 +112,8 @@ def kill_decode(side: Side, count: int) -> dict[str, int]:
     children = Children(side, "decode", FEW, READY)
     survived = frames = 0
     for number in range(count):
-        process, boot = children.next(count - number - 1)
-        link = dial(side, "cuda_ipc", "", bytes.fromhex(boot))
+        process, incarnation = children.next(count - number - 1)
+        link = dial(side, "cuda_ipc", "", bytes.fromhex(incarnation))
         few = pieces(side, link, FEW)
         for sequence in range(60):
             push(side, link, few[sequence % len(few)], sequence)

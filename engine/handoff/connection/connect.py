@@ -35,14 +35,14 @@ class DataListeners:
 
     def __init__(
         self,
-        boot: bytes,
+        incarnation: bytes,
         compatibility: HandoffCompatibility,
         handler: DataLinkHandler,
         links: dict[DataLink, None],
         count: Callable[[str], None],
     ) -> None:
         self.refusals: Counter[str] = Counter()  # transports that cannot listen here
-        self._boot = boot
+        self._incarnation = incarnation
         self._compatibility = compatibility
         self._handler = handler
         self._links = links
@@ -55,14 +55,14 @@ class DataListeners:
         Skip a transport that cannot listen, unless it is configured by name (`chosen`): then raise
         TransportRefused. Raises OSError if an address cannot be bound.
         """
-        opened = listen_all(transports, chosen, self._boot, self._accepted)
+        opened = listen_all(transports, chosen, self._incarnation, self._accepted)
         self.refusals.update(t.name for t in transports if t.name not in opened)
         self._listeners += opened.values()
         return {name: listener.address for name, listener in opened.items()}
 
     def refusal(self, link: DataLink, hello: messages.Hello) -> str:
         """Return why decode refuses the peer that sent this Hello; empty if decode accepts it."""
-        if hello.decode_boot != self._boot:
+        if hello.decode_incarnation != self._incarnation:
             return "the ticket names another decode process"
         if link.direct and self._compatibility.encrypted:
             return "encrypted payloads cannot be copied on a device (--encrypt-kv)"
@@ -109,7 +109,7 @@ def usable(transports: Sequence[KvTransport], chosen: bool) -> list[KvTransport]
 def listen_all(
     transports: Sequence[KvTransport],
     chosen: bool,
-    boot: bytes,
+    incarnation: bytes,
     accept: Callable[[str, Wire], None],
 ) -> dict[str, Listener]:
     """Open decode's listeners; return transport name -> listener of the transports that can listen.
@@ -118,7 +118,7 @@ def listen_all(
     opened: dict[str, Listener] = {}
     for transport in transports:
         try:
-            opened[transport.name] = transport.listen(boot, partial(accept, transport.name))
+            opened[transport.name] = transport.listen(incarnation, partial(accept, transport.name))
         except (OSError, TransportRefused) as err:
             if chosen or isinstance(err, OSError):
                 for listener in opened.values():
@@ -165,4 +165,4 @@ class Dialer:
 
 
 def _target_name(target: Target) -> str:
-    return f"decode {target.boot.hex()[:8]}"
+    return f"decode {target.incarnation.hex()[:8]}"

@@ -65,7 +65,7 @@ class DataLink:
 
     def __init__(self, wire: Wire, transport: str, handler: DataLinkHandler) -> None:
         self.transport = transport
-        self.peer = b""  # boot id, once introduced
+        self.peer = b""  # incarnation, once introduced
         self.hello: messages.Hello | None = None  # decode: the peer's introduction
         self._wire = wire
         self._handler = handler
@@ -94,7 +94,7 @@ class DataLink:
         """At prefill, send Hello on a new wire and wait for decode's Welcome. Raises
         TransportRefused."""
         link = cls(wire, transport, handler)
-        link.peer = hello.decode_boot
+        link.peer = hello.decode_incarnation
         try:
             wire.deadline = time.monotonic() + timeout_s
             wire.write(messages.encode(hello))
@@ -294,7 +294,7 @@ class DataLink:
             reply = messages.Refused(reason) if reason else messages.Welcome(self._wire.proof())
         except TransportRefused as err:
             reply = messages.Refused(str(err))
-        self.peer = hello.prefill_boot
+        self.peer = hello.prefill_incarnation
         if isinstance(reply, messages.Refused):
             self._wire.write(messages.encode(reply))  # the writer has nothing to send yet
             raise TransportRefused(reply.reason)

@@ -40,8 +40,8 @@ class Ticket:
     id: bytes
     secret: bytes
     attempt: bytes
-    prefill_boot: bytes
-    decode_boot: bytes
+    prefill_incarnation: bytes
+    decode_incarnation: bytes
 
 
 class TagKey:
@@ -106,10 +106,16 @@ def derive_keys(ticket: Ticket, spec_digest: bytes, identity: bytes) -> TicketKe
     """Derive a ticket's keys by HKDF-SHA256 (RFC 5869) from everything that both sides must agree
     on.
 
-    The ticket's id is the salt. Another attempt, boot id, KV layout or KV identity (decode's
+    The ticket's id is the salt. Another attempt, incarnation, KV layout or KV identity (decode's
     digest) gives other keys, so frames and messages signed with them fail verification.
     """
-    parts = (ticket.attempt, ticket.prefill_boot, ticket.decode_boot, spec_digest, identity)
+    parts = (
+        ticket.attempt,
+        ticket.prefill_incarnation,
+        ticket.decode_incarnation,
+        spec_digest,
+        identity,
+    )
     info = b"pdserve hand-off 1" + b"".join(len(p).to_bytes(2, "little") + p for p in parts)
     key = HKDF(algorithm=SHA256(), length=64, salt=ticket.id, info=info).derive(ticket.secret)
     return TicketKeys(TagKey(key[:32]), TagKey(key[32:]))

@@ -46,8 +46,8 @@ class Hello:
     like. `spec` is the encoded KvSpec, so that decode can say what differs."""
 
     TYPE: ClassVar[int] = 2
-    prefill_boot: bytes
-    decode_boot: bytes  # the process that prefill wants to reach
+    prefill_incarnation: bytes
+    decode_incarnation: bytes  # the process that prefill wants to reach
     identity: KvIdentity
     transport: str
     spec: bytes
@@ -278,16 +278,16 @@ _HELLO = struct.Struct("<16s16s8s?")
 
 
 def _pack_hello(hello: Hello) -> bytes:
-    boots = (hello.prefill_boot, hello.decode_boot)
-    fixed = _HELLO.pack(*boots, hello.transport.encode(), hello.encrypted)
+    incarnations = (hello.prefill_incarnation, hello.decode_incarnation)
+    fixed = _HELLO.pack(*incarnations, hello.transport.encode(), hello.encrypted)
     return fixed + encode_identity(hello.identity) + hello.spec
 
 
 def _unpack_hello(data: bytes) -> Hello:
-    prefill_boot, decode_boot, transport, encrypted = _HELLO.unpack_from(data)
+    prefill_incarnation, decode_incarnation, transport, encrypted = _HELLO.unpack_from(data)
     identity, spec = decode_identity(data[_HELLO.size :])
     name = transport.rstrip(b"\0").decode()
-    return Hello(prefill_boot, decode_boot, identity, name, spec, encrypted)
+    return Hello(prefill_incarnation, decode_incarnation, identity, name, spec, encrypted)
 
 
 _CODECS: dict[int, _Codec] = {

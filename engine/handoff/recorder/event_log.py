@@ -172,7 +172,7 @@ class Recording:
     are lost."""
 
     role: str
-    boot: bytes  # id of this start of the process
+    incarnation: bytes  # of the process
     host: bytes  # id of the running kernel, whose processes share one monotonic clock
     epoch_ns: int  # CLOCK_MONOTONIC at time 0
     wall_ns: int  # time of day at time 0
@@ -183,7 +183,7 @@ class Recording:
 
     @property
     def name(self) -> str:
-        return f"{self.role}-{self.boot.hex()[:6]}"
+        return f"{self.role}-{self.incarnation.hex()[:6]}"
 
     def reason(self, detail: int) -> str:
         """Return the text of the reason whose number is in a record's detail."""

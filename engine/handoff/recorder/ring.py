@@ -1,7 +1,8 @@
 """A ring file: the newest event log records of a process, in a memory-mapped file that survives
 SIGKILL (event_log.py defines the record).
 
-    0      magic "PDSVRING", version, vocabulary, capacity, epoch, wall, boot, host, role, check
+    0      magic "PDSVRING", version, vocabulary, capacity, epoch, wall, incarnation, host, role,
+           check
     112    position: the sequence of the newest record that is whole
     128    62 reasons of 64 bytes each, a length and UTF-8; a record's detail has a reason's number
     4096   capacity records; sequence s lies in slot s modulo capacity
@@ -71,7 +72,7 @@ class Ring:
         self,
         path: Path,
         role: str,
-        boot: bytes,
+        incarnation: bytes,
         num_bytes: int,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -91,7 +92,7 @@ class Ring:
             path.unlink()
             raise
         self._epoch = clock()
-        identity = (boot, host_boot(), role.encode()[:ID_BYTES])
+        identity = (incarnation, host_boot(), role.encode()[:ID_BYTES])
         head = _HEADER.pack(
             MAGIC, VERSION, VOCABULARY, self._capacity, self._epoch, time.time_ns(), *identity
         )
@@ -150,7 +151,7 @@ def host_boot() -> bytes:
         return bytes(ID_BYTES)
 
 
-def open_ring(folder: str, role: str, boot: bytes, megabytes: int) -> Ring | None:
+def open_ring(folder: str, role: str, incarnation: bytes, megabytes: int) -> Ring | None:
     """Create the ring file of this process in `folder`, which is created if missing, and remove the
     oldest rings of dead processes.
 
@@ -159,11 +160,11 @@ def open_ring(folder: str, role: str, boot: bytes, megabytes: int) -> Ring | Non
     """
     if not folder or not megabytes:
         return None
-    path = Path(folder) / f"{role}-{boot.hex()[:12]}{SUFFIX}"
+    path = Path(folder) / f"{role}-{incarnation.hex()[:12]}{SUFFIX}"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         sweep(path.parent)
-        ring = Ring(path, role, boot, megabytes << 20)
+        ring = Ring(path, role, incarnation, megabytes << 20)
     except OSError as error:
         log.warning("hand-offs are not recorded in %s: %s", path, error.strerror)
         return None
@@ -226,7 +227,7 @@ def parse_ring(data: bytes) -> Recording:
     if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
         raise RingError("the file is not a ring of hand-off records")
     head = data[: _HEADER.size]
-    _, version, vocabulary, capacity, epoch, wall, boot, host, role = _HEADER.unpack(head)
+    _, version, vocabulary, capacity, epoch, wall, incarnation, host, role = _HEADER.unpack(head)
     if crc32(head) != _CHECK.unpack_from(data, _HEADER.size)[0]:
         raise RingError("the ring has a damaged header")
     if not capacity:
@@ -251,7 +252,7 @@ def parse_ring(data: bytes) -> Recording:
     expected = min(max(newest, position), capacity - 1)
     return Recording(
         role=role.rstrip(b"\0").decode("utf-8", "replace"),
-        boot=boot,
+        incarnation=incarnation,
         host=host,
         epoch_ns=epoch,
         wall_ns=wall,

@@ -55,8 +55,8 @@ class CudaIpcTransport(KvTransport):
     def check(self) -> None:
         self._open_device()
 
-    def listen(self, boot: bytes, accept: Callable[[Wire], None]) -> Listener:
-        path = socket_path(self.options.shm_dir, boot, ".cuda.sock")
+    def listen(self, incarnation: bytes, accept: Callable[[Wire], None]) -> Listener:
+        path = socket_path(self.options.shm_dir, incarnation, ".cuda.sock")
         device, size = self._open_device(), self.options.device_slot_bytes
         windows = DeviceWindows(lambda: make_window(device, size))
         try:
@@ -80,7 +80,7 @@ class CudaIpcTransport(KvTransport):
             raise
 
     def dial(self, target: Target, timeout_s: float) -> Wire:
-        path = socket_path(self.options.shm_dir, target.boot, ".cuda.sock")
+        path = socket_path(self.options.shm_dir, target.incarnation, ".cuda.sock")
         deadline = time.monotonic() + timeout_s
         device = self._open_device()
         wire = CudaWriter(dial_unix(path, timeout_s), self.options.device_slot_bytes, device)

@@ -7,7 +7,7 @@ import { PHASES, Timeline } from "./timeline.js";
 const EVERY_MS = 1000;
 const GONE_MS = 20000; // how long a worker that has left is still shown
 const LATE_MS = 5000;
-const workers = new Map(); // by boot id: {element, parts, last, at, left}
+const workers = new Map(); // by incarnation: {element, parts, last, at, left}
 const timeline = new Timeline(byId("ended").tBodies[0], byId("axis"));
 let isFirst = true;
 
@@ -87,16 +87,16 @@ function showTiles({ workers: found, counters, num_open: open }) {
 function showWorkers(found) {
   const now = performance.now();
   for (const worker of found) {
-    const isNew = !workers.has(worker.boot);
-    if (isNew) workers.set(worker.boot, card(worker));
+    const isNew = !workers.has(worker.incarnation);
+    if (isNew) workers.set(worker.incarnation, card(worker));
     if (isNew && !isFirst) announce(`A ${worker.role} worker has joined.`);
-    const shown = workers.get(worker.boot);
+    const shown = workers.get(worker.incarnation);
     if (!isNew && shown.last.state !== worker.state) announce(`The ${worker.role} worker at ${worker.address} is ${worker.state}.`);
     fill(shown, worker, now);
   }
-  const there = new Set(found.map((worker) => worker.boot));
-  for (const [boot, shown] of workers) {
-    if (there.has(boot)) continue;
+  const there = new Set(found.map((worker) => worker.incarnation));
+  for (const [incarnation, shown] of workers) {
+    if (there.has(incarnation)) continue;
     if (shown.left === null) {
       shown.left = now;
       shown.element.dataset.state = "gone";
@@ -104,7 +104,7 @@ function showWorkers(found) {
       announce(`The ${shown.last.role} worker at ${shown.last.address} is gone.`);
     } else if (now - shown.left > GONE_MS) {
       shown.element.remove();
-      workers.delete(boot);
+      workers.delete(incarnation);
     }
   }
   byId("no-workers").hidden = workers.size > 0;
@@ -121,7 +121,7 @@ function card(worker) {
     h("div", { className: "worker-head" }, h("h3", {}, worker.role), parts.state),
     parts.where, parts.blocks, parts.said,
     h("dl", { className: "figures" }, ...FIGURES.map((name, at) => h("div", {}, h("dt", {}, name), parts.figures[at]))));
-  element.dataset.boot = worker.boot;
+  element.dataset.incarnation = worker.incarnation;
   const later = [...workers.values()].find(({ last }) => last && `${last.role} ${last.address}` > `${worker.role} ${worker.address}`);
   byId("workers").insertBefore(element, later?.element ?? null);
   return { element, parts, last: worker, at: null, rate: 0, left: null };

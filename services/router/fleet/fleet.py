@@ -101,14 +101,14 @@ class Fleet:
         replaced = [
             w
             for w in self.workers.values()
-            if w.address == hello.address and w.incarnation != hello.boot
+            if w.address == hello.address and w.incarnation != hello.incarnation
         ]
         for worker in replaced:
             self._forget(worker)
-        member = self.workers.get(hello.boot)
+        member = self.workers.get(hello.incarnation)
         if member is None:
-            member = Worker(hello, self._leases, now, now, self.prefixes.open(hello.boot))
-            self.workers[hello.boot] = member
+            member = Worker(hello, self._leases, now, now, self.prefixes.open(hello.incarnation))
+            self.workers[hello.incarnation] = member
             self._group()
         else:
             member.lease = self._leases

@@ -111,7 +111,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         hello = self.hello
-        self.role, self.incarnation, self.address = hello.role, hello.boot, hello.address
+        self.role, self.incarnation, self.address = hello.role, hello.incarnation, hello.address
         self.model = hello.card.name
         self.kind = _shared(
             WorkerKind(

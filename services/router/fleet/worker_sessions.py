@@ -82,7 +82,7 @@ class WorkerSession:
         self._address = worker.address
         self._access = access
         self._hello = wire.SessionHello(
-            router_boot=incarnation, reads_rows=True, protocol=PROTOCOL_VERSION
+            router_incarnation=incarnation, reads_rows=True, protocol=PROTOCOL_VERSION
         )
         self._listener = listener
         self._outbox: Outbox[Command] | None = None
@@ -182,9 +182,9 @@ class WorkerSession:
 class WorkerSessions:
     """The router's sessions with all workers, and the tasks that run them."""
 
-    def __init__(self, access: Access, router_boot: bytes, listener: SessionListener) -> None:
+    def __init__(self, access: Access, incarnation: bytes, listener: SessionListener) -> None:
         self._access = access
-        self._incarnation = router_boot
+        self._incarnation = incarnation
         self._listener = listener
         self._sessions: dict[bytes, tuple[WorkerSession, asyncio.Task[None]]] = {}
 

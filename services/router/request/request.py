@@ -100,7 +100,7 @@ class RoutedRequest:
             begun=progress.begun,
             complete=progress.complete,
             placed_attempt=start.placement.attempt,
-            placed_decode=start.placement.decode_boot,
+            placed_decode=start.placement.decode_incarnation,
             seek_start=now,
         )
         self.verified: dict[bytes, int] = {}  # tokens that decode workers keep, by incarnation
@@ -173,7 +173,9 @@ class RoutedRequest:
         """Begin the request: resume the attempt that its Start names, or place the request on
         workers."""
         has_placement = self.progress.start.HasField("placement")
-        reach = self._effects.reach(self.placement.decode_boot, now) if has_placement else None
+        reach = (
+            self._effects.reach(self.placement.decode_incarnation, now) if has_placement else None
+        )
         self.step(on.Submitted(reach), now)
 
     def begin(
@@ -350,12 +352,12 @@ class RoutedRequest:
         attempt = self.state.attempt
         prefill = b"" if attempt is None else attempt.prefill
         if attempt is not None and attempt.adopted:
-            prefill = prefill or message.prefill_boot
+            prefill = prefill or message.prefill_incarnation
         event = on.ResumeAccepted(
             message.attempt,
             message.epoch,
             message.HasField("ticket"),
-            message.prefill_boot,
+            message.prefill_incarnation,
             self._effects.reach(prefill, now),
             message.follows,
         )
@@ -490,7 +492,8 @@ class RoutedRequest:
             sender = source.decode
         if sender is not None:
             assert sender.incarnation == action.sender
-            admit.prefill_boot, admit.prefill_identity = sender.incarnation, sender.identity.digest
+            admit.prefill_incarnation = sender.incarnation
+            admit.prefill_identity = sender.identity.digest
         parts, last_ids = send_ids(self.id, self.progress.prompt_ids)
         for part in parts:
             self._to_decode(assignment.id, ids_part=part)
@@ -533,7 +536,7 @@ class RoutedRequest:
         self.span.event("attempt", now, attempt=assignment.id.hex(), **workers)
         self.placement = pb.Placement(
             attempt=assignment.id,
-            decode_boot=decode.incarnation,
+            decode_incarnation=decode.incarnation,
             decode_address=decode.address,
             identity=pb.KvIdentity(**(self.origin or decode.identity).parts()),
         )

@@ -43,7 +43,7 @@ class EndpointsMachine(RuleBasedStateMachine):
         self.receiver = Receiver(
             self.decode,
             self.decode.kv,
-            boot=b"D" * 16,
+            incarnation=b"D" * 16,
             identity=self.decode.kv_identity,
             on_received=self.on_received,
             on_lost=self.on_lost,
@@ -175,7 +175,7 @@ class EndpointsMachine(RuleBasedStateMachine):
         worker = self.workers[which]
         attempt = bytes.fromhex(request.key)
         deadline = self.now + self.random.choice([0.1, 5.0, 5.0, 5.0])
-        ticket = self.receiver.admit(attempt, request, worker.boot, deadline)
+        ticket = self.receiver.admit(attempt, request, worker.incarnation, deadline)
         if ticket is None:
             HITS["busy"] += 1
             return

@@ -161,7 +161,7 @@ class World:
         self.receiver = Receiver(
             self.engine,  # type: ignore[arg-type]
             self.kv,
-            boot=b"d" * 16,
+            incarnation=b"d" * 16,
             identity=KvIdentity(b"test"),
             on_received=lambda received: None,
             on_lost=lambda attempt, reason: self.lost.append(reason),

@@ -47,7 +47,7 @@ from pdserve.engine.handoff.recorder.ring import (
     sweep,
 )
 
-BOOT = bytes(range(16))
+INCARNATION = bytes(range(16))
 ATTEMPT = bytes(range(100, 116))
 RECORDS = st.builds(
     Record,
@@ -68,7 +68,7 @@ RECORDS = st.builds(
 
 def make(folder: Path, num_records: int = 100, **options: object) -> Ring:
     size = HEADER_BYTES + num_records * RECORD_BYTES
-    return Ring(folder / "a.ring", "decode", BOOT, size, **options)  # type: ignore[arg-type]
+    return Ring(folder / "a.ring", "decode", INCARNATION, size, **options)  # type: ignore[arg-type]
 
 
 def fill(ring: Ring, number: int, first: int = 0) -> None:
@@ -116,7 +116,7 @@ def test_written_records_are_read(tmp_path: Path) -> None:
     ring.close()
     fill(ring, 5)  # dropped, since the ring is closed
     found = read_ring(tmp_path / "a.ring")
-    assert (found.role, found.boot, found.name) == ("decode", BOOT, "decode-000102")
+    assert (found.role, found.incarnation, found.name) == ("decode", INCARNATION, "decode-000102")
     assert [r.argument for r in live.records] == list(range(30))
     assert found.records[:-1] == live.records
     assert found.records[-1].kind is RecordKind.END
@@ -256,16 +256,18 @@ def test_a_full_disk_is_logged(
     monkeypatch.setattr(ring_file.os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
         make(tmp_path)
-    assert open_ring(str(tmp_path), "decode", BOOT, 1) is None, "a worker can serve without a ring"
+    assert open_ring(str(tmp_path), "decode", INCARNATION, 1) is None, (
+        "a worker can serve without a ring"
+    )
     path = tmp_path / "decode-000102030405.ring"
     assert f"hand-offs are not recorded in {path}: No space left on device" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_folder_or_a_size_there_is_no_ring(tmp_path: Path) -> None:
-    assert open_ring("", "decode", BOOT, 1) is None
-    assert open_ring(str(tmp_path), "decode", BOOT, 0) is None
-    made = open_ring(str(tmp_path / "new"), "decode", BOOT, 1)
+    assert open_ring("", "decode", INCARNATION, 1) is None
+    assert open_ring(str(tmp_path), "decode", INCARNATION, 0) is None
+    made = open_ring(str(tmp_path / "new"), "decode", INCARNATION, 1)
     assert made is not None
     made.close()
     (path,) = (tmp_path / "new").iterdir()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fakes.device import UUID, FakeDevice, FakeSignal, array_at
 from systems.eventually import LIMIT_S, wait_until
-from systems.link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder
+from systems.link_ends import HELLO, INCARNATION, SLOT_BYTES, Ends, Recorder
 from systems.open_files import open_files
 
 from pdserve.engine.handoff.connection import Dialer, usable
@@ -219,7 +219,7 @@ def test_decode_without_device_memory_does_not_listen(tmp_path: Path) -> None:
     device.most_bytes = 1000
     options = TransportOptions("", str(tmp_path), SLOT_BYTES, lambda: device, SLOT_BYTES)
     with pytest.raises(TransportRefused, match="window_memory: out of memory") as caught:
-        CudaIpcTransport(options).listen(BOOT, lambda wire: None)
+        CudaIpcTransport(options).listen(INCARNATION, lambda wire: None)
     assert str(caught.value).startswith("window_memory: ")
     assert not list(tmp_path.iterdir())
 
@@ -256,8 +256,8 @@ def test_without_a_device_cuda_ipc_is_refused(
     (transport,) = make_transports("cuda_ipc", options)
     calls: list[Callable[[], object]] = [
         transport.check,
-        lambda: transport.listen(BOOT, lambda wire: None),
-        lambda: transport.dial(Target("", BOOT), 1.0),
+        lambda: transport.listen(INCARNATION, lambda wire: None),
+        lambda: transport.dial(Target("", INCARNATION), 1.0),
         lambda: usable([transport], True),
     ]
     for call in calls:

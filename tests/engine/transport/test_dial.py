@@ -9,7 +9,7 @@ from threading import Thread
 
 import pytest
 from systems.eventually import wait_until
-from systems.link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder, frame_job
+from systems.link_ends import HELLO, INCARNATION, SLOT_BYTES, Ends, Recorder, frame_job
 
 from pdserve.engine.handoff.connection import DataLink, Dialer
 from pdserve.engine.transport import Target, TransportOptions, TransportRefused, make_transports
@@ -31,7 +31,7 @@ def test_the_registry_finds_every_transport_file() -> None:
 def test_auto_takes_shm_on_one_host(tmp_path: Path) -> None:
     shm, tcp = Ends("shm", tmp_path), Ends("tcp", tmp_path)
     dialer = Dialer(make_transports("auto", options(tmp_path)), Recorder())
-    link = dialer.dial(Target(tcp.listener.address, BOOT), HELLO)
+    link = dialer.dial(Target(tcp.listener.address, INCARNATION), HELLO)
     assert link.transport == "shm"
     assert not dialer.refusals
     link.close()
@@ -45,7 +45,7 @@ def test_auto_falls_back_and_counts_the_refusal(
     tcp = Ends("tcp", tmp_path)
     dialer = Dialer(make_transports("auto", options(tmp_path / "other")), Recorder())
     with caplog.at_level("INFO"):
-        link = dialer.dial(Target(tcp.listener.address, BOOT), HELLO)
+        link = dialer.dial(Target(tcp.listener.address, INCARNATION), HELLO)
     assert link.transport == "tcp"
     assert dialer.refusals == {"shm": 1}
     assert "transport shm cannot connect to decode 44444444" in caplog.text
@@ -57,7 +57,7 @@ def test_a_transport_requested_by_name_is_never_replaced(tmp_path: Path) -> None
     tcp = Ends("tcp", tmp_path)
     dialer = Dialer(make_transports("shm", options(tmp_path)), Recorder())
     with pytest.raises(TransportRefused, match=r"^shm: .*\.sock: No such file"):
-        dialer.dial(Target(tcp.listener.address, BOOT), HELLO)
+        dialer.dial(Target(tcp.listener.address, INCARNATION), HELLO)
     assert tcp.decode.links == []
     tcp.close()
 
@@ -106,7 +106,7 @@ def test_dialling_does_not_wait_for_a_listener_that_accepts_nothing(tmp_path: Pa
 def test_every_reason_has_a_name(tmp_path: Path) -> None:
     dialer = Dialer(make_transports("auto", options("")), Recorder())
     with pytest.raises(TransportRefused, match=r"shm: no directory .* tcp: decode has no tcp"):
-        dialer.dial(Target("", BOOT), replace(HELLO))
+        dialer.dial(Target("", INCARNATION), replace(HELLO))
 
 
 def test_a_link_without_threads_can_be_closed(

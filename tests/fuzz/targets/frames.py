@@ -38,12 +38,17 @@ BODIES = (
 
 class Fuzzed:
     def __init__(self, folder: Path) -> None:
-        boots = os.urandom(16), os.urandom(16)
-        ticket = Ticket(b"t" * 16, b"s" * 32, b"a" * 16, *boots)
+        incarnations = os.urandom(16), os.urandom(16)
+        ticket = Ticket(b"t" * 16, b"s" * 32, b"a" * 16, *incarnations)
         self._keys = derive_keys(ticket, spec_digest(SPEC), b"id")
         identity = KvIdentity(b"digest", "w", "q", "c", "t", "bfloat16", "n")
-        hello = messages.Hello(*boots, identity, "tcp", encode_spec(SPEC), False)
-        plain = (hello, messages.Welcome(boots[0]), messages.Refused("no"), messages.Credit(1))
+        hello = messages.Hello(*incarnations, identity, "tcp", encode_spec(SPEC), False)
+        plain = (
+            hello,
+            messages.Welcome(incarnations[0]),
+            messages.Refused("no"),
+            messages.Credit(1),
+        )
         signed = (messages.sign(body, b"t" * 16, 5, self._keys.to_decode) for body in BODIES)
         header = FrameHeader(
             ticket=b"t" * 16,

@@ -181,7 +181,7 @@ def test_placement_and_crash_count_are_sent_on_reissue() -> None:
     request = ResumableRequest(start(crash_count=0), 0.0)
     request.issue(0.0)
     assert not request.placed
-    placement = pb.Placement(attempt=b"a" * 16, decode_boot=b"d" * 16, decode_address="d:1")
+    placement = pb.Placement(attempt=b"a" * 16, decode_incarnation=b"d" * 16, decode_address="d:1")
     placed = router_pb2.Placed(request="r", epoch=0, placement=placement, crash_count=1)
     assert request.take(Event(placed=placed)) is not None
     assert request.placed

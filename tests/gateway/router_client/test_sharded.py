@@ -63,25 +63,25 @@ async def sharded(anyio_backend, monkeypatch) -> AsyncIterator[Sharded]:
 
 
 async def held_after_three(sharded):
-    """A request that a router holds after three tokens: the boot id of its worker, the client task,
-    the router, and the other routers in the worker's order."""
-    boot = os.urandom(16)
+    """A request that a router holds after three tokens: the incarnation of its worker, the client
+    task, the router, and the other routers in the worker's order."""
+    incarnation = os.urandom(16)
     for address in sharded.routers:
-        sharded[address].decode_boot = boot
+        sharded[address].decode_incarnation = incarnation
         sharded[address].hold_after = 3
     request = asyncio.create_task(sharded.ask())
     (first,) = await eventually(lambda: sharded.started)
     await eventually(lambda: sharded[first].hold_after is None)
-    others = [a for a in rendezvous_order(boot, sharded.routers) if a != first]
+    others = [a for a in rendezvous_order(incarnation, sharded.routers) if a != first]
     for address in others:
         sharded[address].hold_after = None
-    return boot, request, first, others
+    return incarnation, request, first, others
 
 
 @pytest.mark.parametrize("attempt", range(3))
 async def test_a_placed_request_goes_to_the_routers_of_its_worker(sharded, attempt):
     """Try the first live router of the worker, then, if it refuses, the second."""
-    boot, request, first, order = await held_after_three(sharded)
+    incarnation, request, first, order = await held_after_three(sharded)
     sharded[order[0]].refuses = True
     await sharded.routers[first].stop()
     ids, last = await request
@@ -89,7 +89,7 @@ async def test_a_placed_request_goes_to_the_routers_of_its_worker(sharded, attem
     assert ids == list(range(100, 106))
     assert sorted(sharded.started) == sorted([first, *order[:2]])
     again = sharded[order[1]].starts[0]
-    assert again.placement.decode_boot == boot
+    assert again.placement.decode_incarnation == incarnation
     assert again.epoch == 2
 
 
@@ -97,7 +97,7 @@ async def test_a_worker_that_joined_all_routers_has_no_preferred_ones(sharded):
     """Route by conversation, as without sharding."""
     for address in sharded.routers:
         sharded[address].join_routers = 0
-        sharded[address].decode_boot = os.urandom(16)
+        sharded[address].decode_incarnation = os.urandom(16)
         sharded[address].hold_after = 3
     request = asyncio.create_task(sharded.ask())
     (first,) = await eventually(lambda: sharded.started)
@@ -182,11 +182,11 @@ def view(*workers: tuple[bytes, str, float], retries: int = 0, join_routers: int
         retries=retries,
         workers=[
             WorkerView(
-                hello=fleet_pb2.WorkerHello(boot=boot, join_routers=join_routers),
+                hello=fleet_pb2.WorkerHello(incarnation=incarnation, join_routers=join_routers),
                 state=state,
                 silent_s=silent_s,
             )
-            for boot, state, silent_s in workers
+            for incarnation, state, silent_s in workers
         ],
     )
 
@@ -200,7 +200,7 @@ def test_a_merged_view_has_each_worker_once() -> None:
             view((b"2", "live", 0.1), (b"1", "suspect", 1.2)),
         ]
     )
-    states = {worker.hello.boot: (worker.state, worker.silent_s) for worker in whole.workers}
+    states = {worker.hello.incarnation: (worker.state, worker.silent_s) for worker in whole.workers}
     assert states == {b"1": ("live", 0.3), b"2": ("live", 0.1), b"3": ("leaving", 0.1)}
     assert whole.retries == 7
 
@@ -210,13 +210,19 @@ async def test_all_routers_are_queried_for_the_fleet_only_if_sharded(
     sharded, join_routers, routers
 ):
     for number, address in enumerate(sharded.routers):
-        boots = bytes([number]), bytes([number + 1])
-        workers = view(*((boot, "live", 0.0) for boot in boots), join_routers=join_routers)
+        incarnations = bytes([number]), bytes([number + 1])
+        workers = view(
+            *((incarnation, "live", 0.0) for incarnation in incarnations), join_routers=join_routers
+        )
         sharded[address].workers = list(workers.workers)
         sharded[address].join_routers = join_routers
     await sharded.client.models()
     whole = await sharded.client.fleet()
-    assert len({worker.hello.boot for worker in whole.workers}) == len(whole.workers) == routers + 1
+    assert (
+        len({worker.hello.incarnation for worker in whole.workers})
+        == len(whole.workers)
+        == routers + 1
+    )
     assert whole.prefill_local == 7 * routers
 
 
@@ -261,14 +267,14 @@ async def test_the_crash_count_is_sent_to_the_next_router(sharded):
 
 
 async def test_a_request_whose_worker_is_unknown_starts_over(sharded):
-    boot, request, first, others = await held_after_three(sharded)
+    incarnation, request, first, others = await held_after_three(sharded)
     for address in others[:2]:
         sharded[address].lacks = ELSEWHERE
     await sharded.routers[first].stop()
     ids, last = await request
     assert last.WhichOneof("event") == "finished"
     assert ids == list(range(100, 106))
-    assert all(sharded[a].starts[0].placement.decode_boot == boot for a in others[:2])
+    assert all(sharded[a].starts[0].placement.decode_incarnation == incarnation for a in others[:2])
     (anew,) = [a for a in others[2:] if sharded[a].starts]
     assert not sharded[anew].starts[0].HasField("placement")
     assert sharded[anew].starts[0].choices[0].generated_ids == [100, 101, 102]

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.extended, pytest.mark.skipif(CHROMIUM is None, reason=
 
 def worker(role: int, name: str) -> router_pb2.WorkerView:
     hello = fleet_pb2.WorkerHello(
-        role=role, boot=name.encode(), address=f"127.0.0.1:{1000 + len(name)}"
+        role=role, incarnation=name.encode(), address=f"127.0.0.1:{1000 + len(name)}"
     )
     hello.card.name = "tiny"
     load = fleet_pb2.Load(

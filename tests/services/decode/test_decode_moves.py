@@ -49,7 +49,7 @@ class Other:
             choices=[pb.ChoiceState(generated_ids=said)],
         )
         attempt, sender = os.urandom(16), pair.decode_worker.incarnation
-        admit = wire.Admit(attempt=attempt, start=start, prefill_boot=sender)
+        admit = wire.Admit(attempt=attempt, start=start, prefill_incarnation=sender)
         self.client.send(wire.DecodeCommand(admit=admit))
         return attempt, (await self.client.wait("admitted", attempt)).ticket
 
@@ -134,7 +134,10 @@ def test_a_held_request_stays_or_ends_normally(with_pair: Callable[..., None], h
             client.send(wire.DecodeCommand(stay=wire.Stay(attempt=attempt)))
         elif how == "refused":
             ticket = wire.Ticket(
-                id=b"i" * 16, secret=b"s" * 32, decode_boot=b"b" * 16, data_address="127.0.0.1:9"
+                id=b"i" * 16,
+                secret=b"s" * 32,
+                decode_incarnation=b"b" * 16,
+                data_address="127.0.0.1:9",
             )
             move(pair, attempt, b"t" * 16, ticket)
             stayed = await client.wait("stayed", attempt)

@@ -109,7 +109,7 @@ def test_a_hand_off_continues_and_its_request_waits(
         resumed = await client.wait("resumed", attempt)
         assert resumed.HasField("ticket") != started
         if not started:
-            assert resumed.prefill_boot == pair.prefill_worker.incarnation
+            assert resumed.prefill_incarnation == pair.prefill_worker.incarnation
             assert resumed.ticket == admitted.ticket
             pair.start_prefill(attempt, ids[:-1], resumed.ticket)
         finished = await client.wait("finished", attempt)

@@ -78,7 +78,7 @@ def test_a_prefill_that_cannot_send(with_pair: Callable[..., None]) -> None:
         ticket = wire.Ticket(
             id=os.urandom(16),
             secret=os.urandom(32),
-            decode_boot=pair.decode_worker.incarnation,
+            decode_incarnation=pair.decode_worker.incarnation,
             data_address="127.0.0.1:9",
         )
         pair.start_prefill(attempt, prompt(20), ticket, trace_parent=CLIENT)

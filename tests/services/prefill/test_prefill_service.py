@@ -46,7 +46,7 @@ def ticket(pair: Pair, **change: Any) -> wire.Ticket:
     fields: dict[str, Any] = {
         "id": os.urandom(16),
         "secret": os.urandom(32),
-        "decode_boot": pair.decode_worker.incarnation,
+        "decode_incarnation": pair.decode_worker.incarnation,
         "data_address": pair.decode_worker.runtime.hello.data_address,  # type: ignore[union-attr]
     }
     return wire.Ticket(**(fields | change))
@@ -61,7 +61,7 @@ def ticket(pair: Pair, **change: Any) -> wire.Ticket:
         ({}, {"ids": [5000]}, pb.INVALID_ARGUMENT, "outside the vocabulary"),
         ({}, {"ids": [1] * 5000}, pb.CONTEXT_LENGTH_EXCEEDED, "5000"),
         ({"data_address": "127.0.0.1:9"}, {}, pb.UNAVAILABLE, "127.0.0.1:9"),
-        ({"decode_boot": b"?" * 16}, {}, pb.UNAVAILABLE, "another decode process"),
+        ({"decode_incarnation": b"?" * 16}, {}, pb.UNAVAILABLE, "another decode process"),
         (
             {},
             {},

@@ -17,7 +17,7 @@ from systems.rows import SessionEvents
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.common.rpc import send_ids
+from pdserve.services.common.rpc import PROTOCOL_VERSION, send_ids
 from pdserve.services.common.tracing import NO_TRACER, Tracer
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.settings import RouterSettings
@@ -30,12 +30,12 @@ class Gateway:
         self,
         address: str,
         secret: str = SECRET,
-        boot: bytes = b"",
+        incarnation: bytes = b"",
         *,
         reads_rows: bool = True,
-        protocol: int = 0,
+        protocol: int = PROTOCOL_VERSION,
     ) -> None:
-        self.boot = boot or os.urandom(16)
+        self.incarnation = incarnation or os.urandom(16)
         self.channel = open_channel(address, secret)
         self.stub = RouterStub(self.channel)
         self.events: dict[str, list[rpc.RequestEvent]] = {}
@@ -46,7 +46,9 @@ class Gateway:
 
     async def open(self) -> None:
         self.call = self.stub.Session()
-        hello = rpc.GatewayHello(boot=self.boot, reads_rows=self.reads_rows, protocol=self.protocol)
+        hello = rpc.GatewayHello(
+            incarnation=self.incarnation, reads_rows=self.reads_rows, protocol=self.protocol
+        )
         await self.call.write(rpc.GatewayMessage(hello=hello))
         self.reader = asyncio.create_task(self._read())
 
@@ -137,7 +139,7 @@ class Cluster:
         fleet = self.router.core.fleet
 
         def connected() -> bool:
-            known = fleet.get(worker.boot)
+            known = fleet.get(worker.incarnation)
             return known is not None and known.connected
 
         await eventually(connected)

@@ -27,7 +27,7 @@ async def issue_again(
     epoch.
     """
     placement = old.of(request, "placed")[-1].placement
-    gateway = await cluster.gateway(boot=old.boot)
+    gateway = await cluster.gateway(incarnation=old.incarnation)
     fields = {"epoch": 1, "remaining_ms": 60_000, "placement": placement} | fields
     await gateway.start(request, prompt, max_tokens=12, **fields)
     return gateway
@@ -90,7 +90,7 @@ async def test_an_end_that_was_lost_is_resent(make_cluster: Any, expected: Any) 
     gateway = await cluster.gateway()
     await gateway.start("r", SHORT, max_tokens=12)
     await gateway.end("r")
-    again = await cluster.gateway(boot=gateway.boot)
+    again = await cluster.gateway(incarnation=gateway.incarnation)
     await again.start("r", SHORT, max_tokens=12, epoch=1)
     assert isinstance(await again.end("r"), pb.Finished)
     assert again.ids("r") == expected(SHORT, 12)
@@ -107,7 +107,7 @@ async def test_a_request_that_decode_has_not_answered_continues(
     gateway = await cluster.gateway()
     await gateway.start("r", SHORT, max_tokens=12)
     await decode.until(lambda: len(decode.of("admit")) == 1)
-    again = await cluster.gateway(boot=gateway.boot)
+    again = await cluster.gateway(incarnation=gateway.incarnation)
     await again.start("r", SHORT, max_tokens=12, epoch=1)
     dispatch = cluster.router.core.dispatcher
     await again.start("other", SHORT, max_tokens=1)  # so the previous Start has arrived, too
@@ -236,7 +236,7 @@ async def test_a_worker_of_another_replica_is_not_waited_for(
     cluster = await make_cluster()
     await cluster.decode()
     gateway = await cluster.gateway()
-    placement = pb.Placement(attempt=b"a" * 16, decode_boot=b"b" * 16, decode_address="x:1")
+    placement = pb.Placement(attempt=b"a" * 16, decode_incarnation=b"b" * 16, decode_address="x:1")
     await gateway.start("r", SHORT, epoch=4, placement=placement)
     await gateway.end("r")
     assert gateway.ids("r") == expected(SHORT, 8)

@@ -41,7 +41,7 @@ def test_an_incompatible_pair_is_never_proposed(
     world.join(PREFILL, of_hello, **of_card)
     for number in range(3):
         world.submit(f"r{number}")
-    assert not any(admit.prefill_boot for _, admit in world.commands("admit"))
+    assert not any(admit.prefill_incarnation for _, admit in world.commands("admit"))
     assert len(world.commands("admit")) == 3
     assert world.dispatcher.placer.compatibility.incompatible == {what: 3}
     assert world.dispatcher.placer.reasons == {"no compatible prefill worker": 3}
@@ -54,7 +54,7 @@ def test_an_incompatible_pair_is_never_proposed(
     assert logged[0].endswith(text)
     good = world.join(PREFILL)
     world.submit("last")
-    assert world.commands("admit")[-1][1].prefill_boot == good.incarnation
+    assert world.commands("admit")[-1][1].prefill_incarnation == good.incarnation
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_mixing_pairs_the_allowed_kinds_and_counts_them(
     prefill = world.join(PREFILL, **other)
     world.submit("r")
     _, admit = world.commands("admit")[0]
-    assert (admit.prefill_boot == prefill.incarnation) == paired
+    assert (admit.prefill_incarnation == prefill.incarnation) == paired
     decode = world.begin("r")
     if paired:
         _, start = world.commands("start")[0]
@@ -183,7 +183,7 @@ def test_a_request_begun_by_another_router_is_bound_by_its_placement() -> None:
     world.begin("r")
     (placed,) = [e.placed for e in world.events if e.WhichOneof("event") == "placed"]
     assert placed.placement.identity.weights == "aa"
-    placed.placement.decode_boot = b"dead" * 4
+    placed.placement.decode_incarnation = b"dead" * 4
     other = World(Mixing(), "never")
     other.join(DECODE, **WEIGHTS)
     state = pb.ChoiceState(generated_ids=[7])

@@ -91,7 +91,10 @@ async def test_decode_worker_dies_mid_stream(make_cluster: Any, expected: Any, n
     assert [len(c.generated_ids) for c in admit.start.choices] == [5] * n
     assert admit.start.crash_count == 1
     placed = gateway.of("r", "placed")
-    assert [p.placement.decode_boot for p in placed] == [dying.boot, survivor.boot]
+    assert [p.placement.decode_incarnation for p in placed] == [
+        dying.incarnation,
+        survivor.incarnation,
+    ]
 
 
 async def test_remote_resume_prefills_the_generated_tokens(
@@ -271,7 +274,7 @@ async def test_after_a_dead_prefill_the_cheaper_side_continues(
     (attempt,) = dying.ids
     verify(decode, attempt, tokens, 16)
     (routed,) = cluster.router.core.dispatcher.requests
-    await wait_for(lambda: routed.verified == {decode.boot: tokens})
+    await wait_for(lambda: routed.verified == {decode.incarnation: tokens})
     await dying.kill()
     finished = await gateway.end("r")
     assert gateway.ids("r") == expected(LONG, 8)
@@ -315,7 +318,7 @@ async def test_blocks_of_an_earlier_try_are_no_cache_hit(make_cluster: Any, wait
     verify(decode, attempt, 320, 32)
     verify(decode, attempt, 560, 32)
     (routed,) = cluster.router.core.dispatcher.requests
-    await wait_for(lambda: routed.verified == {decode.boot: 560})
+    await wait_for(lambda: routed.verified == {decode.incarnation: 560})
     await dying.kill()
     assert (await gateway.end("r")).cached_tokens == 32
     await gateway.start("again", LONG)

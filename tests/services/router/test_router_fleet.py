@@ -16,7 +16,7 @@ from pdserve.services.router.fleet.worker import UNREPORTED_S
 def hello(name: int, life: int = 0) -> pb.WorkerHello:
     return pb.WorkerHello(
         role=pb.DECODE,
-        boot=bytes([name, life]) * 8,
+        incarnation=bytes([name, life]) * 8,
         address=f"10.0.0.{name}:1",
         card=ModelCard(kv_spec=encode_spec(KvSpec(16, ()))),
     )
@@ -115,7 +115,7 @@ def test_the_end_of_an_old_stream_of_a_rejoined_worker_is_ignored() -> None:
     assert worker.state is State.LIVE
 
 
-def test_a_new_boot_on_the_same_address_ends_the_old_worker() -> None:
+def test_a_new_incarnation_on_the_same_address_ends_the_old_worker() -> None:
     fleet, worker = joined()
     new, dead = fleet.join(hello(1, life=1), 0.2)
     assert dead == [worker]

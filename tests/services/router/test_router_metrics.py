@@ -24,8 +24,8 @@ BLOCK = 16
 
 
 def worker(role: Role, number: int = 0, state: State = State.LIVE, **load: Any) -> Worker:
-    hello = WorkerHello(role=role, boot=bytes([number]), address=f"w:{number}", card=card())
-    made = Worker(hello, 1, 0.0, 0.0, PrefixIndex(10).open(hello.boot), state)
+    hello = WorkerHello(role=role, incarnation=bytes([number]), address=f"w:{number}", card=card())
+    made = Worker(hello, 1, 0.0, 0.0, PrefixIndex(10).open(hello.incarnation), state)
     made.report(Load(**load))
     return made
 
@@ -107,7 +107,7 @@ async def test_a_death_is_counted_and_a_goodbye_is_not(make_cluster: Any, wait_f
     assert len(found(core)["pdserve_worker_silent_seconds"]) == 2
     assert of_model(core, "pdserve_router_worker_deaths_total", role="decode") == 0
     leaver.membership.announce_drain()
-    await wait_for(lambda: core.fleet.get(leaver.boot).state is State.DRAINING)
+    await wait_for(lambda: core.fleet.get(leaver.incarnation).state is State.DRAINING)
     await asyncio.gather(victim.kill(), leaver.kill())
     await wait_for(lambda: not core.fleet.workers)
     assert of_model(core, "pdserve_router_workers", **states) == 0

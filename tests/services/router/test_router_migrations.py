@@ -50,7 +50,7 @@ class Drained:
         self.leaving.peers.append(self.target)
         self.target.membership.report(self.load())
         core = self.cluster.router.core
-        known = core.fleet.get(self.target.boot)
+        known = core.fleet.get(self.target.incarnation)
         await self.wait_for(lambda: known.load.blocks_free > 0)
         self.migrations = core.dispatcher.migrations
 
@@ -102,11 +102,11 @@ async def test_a_request_continues_at_another_worker(drained: Drained) -> None:
         "the phases of its first attempt"
     )
     (admit,) = drained.target.of("admit")
-    assert admit.prefill_boot == drained.leaving.boot
+    assert admit.prefill_incarnation == drained.leaving.incarnation
     assert list(admit.start.choices[0].generated_ids) == drained.expected(SHORT, 5)
     first, second = drained.gateway.of("r", "placed")
-    assert first.placement.decode_boot == drained.leaving.boot
-    assert second.placement.decode_boot == drained.target.boot
+    assert first.placement.decode_incarnation == drained.leaving.incarnation
+    assert second.placement.decode_incarnation == drained.target.incarnation
     assert second.placement.attempt == admit.attempt
     view = drained.cluster.router.core.view()
     assert (view.moves, view.moves_failed, view.moved_bytes) == (1, 0, 1000)
@@ -137,7 +137,7 @@ async def test_a_failed_move_changes_nothing(drained: Drained, how: str) -> None
     steps = {"keep": "holding", "busy": "admitting", "break_moves": "sending", "gone": "sending"}
     assert set(drained.migrations.failed) == {steps[how]}
     (placed,) = drained.gateway.of("r", "placed")
-    assert placed.placement.decode_boot == drained.leaving.boot
+    assert placed.placement.decode_incarnation == drained.leaving.incarnation
 
 
 async def test_a_source_that_does_not_answer_keeps_the_request(
@@ -188,7 +188,7 @@ async def test_a_source_that_dies_before_the_move_is_an_ordinary_loss(drained: D
     assert isinstance(finished, pb.Finished)
     assert drained.gateway.ids("r") == drained.expected(SHORT, 12)
     again = drained.target.of("admit")[-1]
-    assert again.prefill_boot == b""
+    assert again.prefill_incarnation == b""
 
 
 async def test_a_source_that_dies_before_its_claim_is_not_waited_for(
@@ -202,7 +202,7 @@ async def test_a_source_that_dies_before_its_claim_is_not_waited_for(
     assert isinstance(finished, pb.Finished)
     assert drained.gateway.ids("r") == drained.expected(SHORT, 12)
     assert drained.target.cancelled == [(move.to, ())]
-    assert drained.target.of("admit")[-1].prefill_boot == b""
+    assert drained.target.of("admit")[-1].prefill_incarnation == b""
 
 
 async def test_the_target_s_first_tokens_count_as_the_move(drained: Drained) -> None:
@@ -262,7 +262,7 @@ async def test_without_room_elsewhere_a_request_stays(drained: Drained) -> None:
     from pdserve.protos import fleet_pb2
 
     drained.target.membership.report(fleet_pb2.Load(blocks_free=1, blocks_total=100))
-    known = drained.cluster.router.core.fleet.get(drained.target.boot)
+    known = drained.cluster.router.core.fleet.get(drained.target.incarnation)
     await drained.wait_for(lambda: known.load.blocks_free == 1)
     drained.drain()
     await asyncio.sleep(0.3)
@@ -282,13 +282,16 @@ def test_only_a_worker_that_keeps_preempting_is_under_pressure() -> None:
     counts = [(0, 5), (1, 5), (1, 5), (2, 6), (3, 6), (4, 6), (5, 7), (6, 8), (7, 9)]
     found = []
     for second, (of_a, of_b) in enumerate(counts):
-        found += [(second, boot) for boot in pressure.look({a: of_a, b: of_b}, float(second))]
+        found += [
+            (second, incarnation)
+            for incarnation in pressure.look({a: of_a, b: of_b}, float(second))
+        ]
         assert pressure.look({a: 100, b: 100}, second + 0.5) == [], "within the window"
     assert found == [(4, a), (6, a), (7, b), (8, a)]
     assert pressure.calm(a)
     assert not pressure.calm(b)
     assert pressure.look({b: 10}, 20.0) == [b]
-    assert pressure.look({a: 50, b: 10}, 30.0) == [], "another boot of it"
+    assert pressure.look({a: 50, b: 10}, 30.0) == [], "another incarnation of it"
 
 
 @pytest.mark.parametrize("roomy", [True, False])

@@ -140,7 +140,7 @@ def test_picks_are_bounded() -> None:
     promised = PromisedChains()
     picks = PickedPrompts(promised)
     for number in range(MAX_PICKS + 10):
-        picks.add(prompt_key("m", b"", [number]), b"boot", [b"x"], 1, 0.0)
+        picks.add(prompt_key("m", b"", [number]), b"incarnation", [b"x"], 1, 0.0)
     assert len(picks) == len(set(promised)) == MAX_PICKS
     for number in range(MAX_PICKS + 10):
         picks.take(prompt_key("m", b"", [number]), 0.0)

@@ -27,10 +27,10 @@ from pdserve.services.router.placement.policy import (
 )
 
 A = kind()
-boots = st.binary(min_size=16, max_size=16)
+incarnations = st.binary(min_size=16, max_size=16)
 workers = st.builds(
     WorkerFacts,
-    incarnation=boots,
+    incarnation=incarnations,
     kind=st.builds(
         kind,
         digest=st.sampled_from([b"a", b"b"]),
@@ -157,9 +157,9 @@ def test_a_worker_with_the_prefix_is_worth_its_queue(cached: int, rest: int) -> 
     """Computing the prefix again would delay others too: it counts WORK_RATIO times."""
     cold = WorkerFacts(b"c" * 16, A)
     worth = WORK_RATIO * cached - ROW_TOKENS
-    for waiting, boot in ((worth - 1, b"w" * 16), (worth + 1, cold.incarnation)):
+    for waiting, incarnation in ((worth - 1, b"w" * 16), (worth + 1, cold.incarnation)):
         warm = WorkerFacts(b"w" * 16, A, 1, waiting_tokens=waiting, cached_tokens=cached)
-        assert chosen_of(warm, cold, cached + rest) == {boot}
+        assert chosen_of(warm, cold, cached + rest) == {incarnation}
 
 
 @given(st.integers(5, 40), st.integers(0, 60))

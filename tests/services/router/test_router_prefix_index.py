@@ -16,8 +16,8 @@ hashes = st.sampled_from(HASHES)
 changes = st.lists(st.tuples(st.lists(hashes, max_size=4), st.lists(hashes, max_size=4)))
 
 
-def num_cached(index: PrefixIndex, boot: bytes, prompt: list[bytes]) -> int:
-    return index.num_cached(prompt).get(boot, 0)
+def num_cached(index: PrefixIndex, incarnation: bytes, prompt: list[bytes]) -> int:
+    return index.num_cached(prompt).get(incarnation, 0)
 
 
 @given(changes, st.sets(st.integers(0, 30)), st.lists(hashes, max_size=6))

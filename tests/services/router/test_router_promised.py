@@ -15,8 +15,8 @@ RULES = Rules(threshold=512)
 PROMPT = PromptFacts(3999)
 
 
-def worker(boot: bytes, **facts: int) -> WorkerFacts:
-    return WorkerFacts(boot, kind(), **facts)
+def worker(incarnation: bytes, **facts: int) -> WorkerFacts:
+    return WorkerFacts(incarnation, kind(), **facts)
 
 
 def test_promised_prefixes_are_counted_by_attempt() -> None:
@@ -44,11 +44,11 @@ def test_promises_compared_with_a_plain_list(
 ) -> None:
     promised = PromisedChains()
     live: dict[bytes, tuple[bytes, list[bytes]]] = {}
-    for number, boot, chain in moves:
+    for number, incarnation, chain in moves:
         attempt = bytes([number])
         if live.pop(attempt, None) is None:
-            live[attempt] = boot, chain
-            promised.add(attempt, boot, chain)
+            live[attempt] = incarnation, chain
+            promised.add(attempt, incarnation, chain)
         else:
             promised.drop(attempt)
         assert set(promised) == set(live)

@@ -32,7 +32,7 @@ async def test_a_short_prompt_stays_local_and_a_long_one_goes_remote(
         assert gateway.ids(request) == expected(prompt, 8)
         assert gateway.events[request][0].WhichOneof("event") == "placed"
         placed = gateway.of(request, "placed")[0]
-        assert placed.placement.decode_boot == decode.boot
+        assert placed.placement.decode_incarnation == decode.incarnation
     assert list(prefill.ids.values()) == [LONG[:-1]]
     view = cluster.router.core.view()
     assert (view.prefill_local, view.prefill_remote, view.retries) == (1, 1, 0)
@@ -183,7 +183,7 @@ async def test_a_gateway_returns_and_issues_its_requests_again(
     await gateway.start("r", SHORT, epoch=1)
     await gateway.until(lambda: len(gateway.ids("r")) == 3)
     gateway.call.cancel()
-    again = await cluster.gateway(boot=gateway.boot)
+    again = await cluster.gateway(incarnation=gateway.incarnation)
     have = pb.ChoiceState(generated_ids=gateway.ids("r"))
     await again.start("r", SHORT, epoch=2, choices=[have])
     await decode.until(lambda: bool(decode.of("resume")))
@@ -262,7 +262,7 @@ async def test_a_draining_worker_gets_no_new_work(
     await gateway.until(lambda: len(gateway.ids("old")) == 3)
     leaving.membership.announce_drain()
     fleet = cluster.router.core.fleet
-    await wait_for(lambda: fleet.get(leaving.boot).state.value == "draining")
+    await wait_for(lambda: fleet.get(leaving.incarnation).state.value == "draining")
     staying = await cluster.decode()
     await gateway.start("new", SHORT)
     await gateway.end("new")
@@ -282,10 +282,10 @@ async def test_a_worker_restarts_on_the_same_address(make_cluster: Any, expected
     port = int(first.address.rpartition(":")[2])
     await first.kill()
     second = await cluster.decode(port=port)
-    assert second.boot != first.boot
+    assert second.incarnation != first.incarnation
     assert isinstance(await gateway.end("r"), pb.Finished)
     assert gateway.ids("r") == expected(SHORT, 8)
-    assert list(cluster.router.core.fleet.workers) == [second.boot]
+    assert list(cluster.router.core.fleet.workers) == [second.incarnation]
 
 
 async def test_a_deadline_is_passed_on_and_ends_a_queued_request(make_cluster: Any) -> None:
@@ -315,9 +315,9 @@ async def test_a_worker_given_up_by_mistake_joins_again(make_cluster: Any, wait_
     decode = await cluster.decode()
     gateway = await cluster.gateway()
     core = cluster.router.core
-    before = core.fleet.get(decode.boot)
+    before = core.fleet.get(decode.incarnation)
     core.refused(before)  # as after a partition that has since healed
-    await wait_for(lambda: core.fleet.get(decode.boot) not in (None, before))
+    await wait_for(lambda: core.fleet.get(decode.incarnation) not in (None, before))
     await gateway.start("r", SHORT)
     assert isinstance(await gateway.end("r"), pb.Finished)
 

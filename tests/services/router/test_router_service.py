@@ -24,6 +24,7 @@ from pdserve.protos.fleet_pb2 import Heartbeat, Load, WorkerHello, WorkerReport
 from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.rpc import PROTOCOL_VERSION, IdsCollector
 from pdserve.services.router import servicer
 from pdserve.services.router.fleet import Worker
 
@@ -182,10 +183,10 @@ async def test_a_worker_resends_its_cache_when_a_message_was_lost(
     worker.membership.prefixes(said[:4], [])
     await eventually(lambda: len(lost) == 1)
     worker.membership.prefixes(said[4:], [])
-    await eventually(lambda: core.fleet.prefixes.num_cached(said) == {worker.boot: 8})
+    await eventually(lambda: core.fleet.prefixes.num_cached(said) == {worker.incarnation: 8})
     assert core.fleet.prefixes.num_gaps == 1
     assert "prefix cache events are missing" in caplog.text
-    assert [w.incarnation for w in core.fleet.workers.values()] == [worker.boot], (
+    assert [w.incarnation for w in core.fleet.workers.values()] == [worker.incarnation], (
         "it was not given up"
     )
 
@@ -194,7 +195,7 @@ async def test_the_newest_stream_of_a_worker_counts(make_cluster: Any) -> None:
     """Two addresses may belong to one router: then a worker joins it twice, and stays."""
     core = (await make_cluster()).router.core
     card = pb.ModelCard(name="m", kv_spec=encode_spec(KvSpec(16, (FULL,))))
-    hello = WorkerHello(role=2, boot=b"b" * 16, address="127.0.0.1:1", card=card)
+    hello = WorkerHello(role=2, incarnation=b"b" * 16, address="127.0.0.1:1", card=card)
     first = core.join(hello).lease
     worker = core.join(hello)
     assert core.report(worker, WorkerReport(load=Load(running=2)), worker.lease)
@@ -209,16 +210,17 @@ async def test_join_refuses_an_invalid_hello(make_cluster: Any) -> None:
     async with open_channel(cluster.router.address) as channel:
         for hello in (
             WorkerHello(),
-            WorkerHello(role=2, boot=b"short", address="a:1"),
-            WorkerHello(role=2, boot=b"b" * 16, address="nowhere"),
-            WorkerHello(role=2, boot=b"b" * 16, address="a:1", card=pb.ModelCard(name="m")),
+            WorkerHello(role=2, incarnation=b"short", address="a:1"),
+            WorkerHello(role=2, incarnation=b"b" * 16, address="nowhere"),
+            WorkerHello(role=2, incarnation=b"b" * 16, address="a:1", card=pb.ModelCard(name="m")),
             WorkerHello(
                 role=2,
-                boot=b"b" * 16,
+                incarnation=b"b" * 16,
                 address="a:1",
                 card=pb.ModelCard(name="m", kv_spec=encode_spec(KvSpec(16, ())) + b"?"),
             ),
         ):
+            hello.protocol = PROTOCOL_VERSION
             call = FleetStub(channel).Join(iter([WorkerReport(hello=hello)]))
             assert (await failure_of(call)).code == pb.INVALID_ARGUMENT
     assert not cluster.router.core.fleet.workers
@@ -236,7 +238,9 @@ async def test_some_heartbeats_are_echoed(
 
     async def reports(address: str) -> AsyncIterator[WorkerReport]:
         card = pb.ModelCard(name="m", kv_spec=encode_spec(KvSpec(16, (FULL,))))
-        yield WorkerReport(hello=WorkerHello(role=2, boot=b"b" * 16, address=address, card=card))
+        hello = WorkerHello(role=2, incarnation=b"b" * 16, address=address, card=card)
+        hello.protocol = PROTOCOL_VERSION
+        yield WorkerReport(hello=hello)
         for step in range(count):
             beat = Heartbeat(step=step, busy=True)
             if within == "load":
@@ -279,7 +283,7 @@ async def test_a_blob_with_another_digest_is_not_passed_on(make_cluster: Any) ->
     cluster = await make_cluster()
     decode = await cluster.decode()
     wrong = "1" * 64
-    cluster.router.core.fleet.get(decode.boot).hello.card.template_digest = wrong
+    cluster.router.core.fleet.get(decode.incarnation).hello.card.template_digest = wrong
     async with open_channel(cluster.router.address) as channel:
         call = BlobsStub(channel).GetBlob(pb.BlobRequest(digest=wrong))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -294,7 +298,7 @@ async def test_fleet_view(make_cluster: Any) -> None:
     prefill = await cluster.prefill()
     async with open_channel(cluster.router.address) as channel:
         view = await RouterStub(channel).GetFleet(rpc.GetFleetRequest())
-    assert {w.hello.boot for w in view.workers} == {decode.boot, prefill.boot}
+    assert {w.hello.incarnation for w in view.workers} == {decode.incarnation, prefill.incarnation}
     assert {w.state for w in view.workers} == {"live"}
     silent_s = [w.silent_s for w in view.workers]
     assert 0 <= min(silent_s) <= max(silent_s) <= time.monotonic() - began
@@ -316,7 +320,7 @@ async def test_a_drained_router_sends_gateways_away_and_ends_its_own_calls(
         draining = asyncio.create_task(cluster.router.drain())
         await asyncio.wait_for(gateway.reader, LIMIT_S)
         assert not gateway.of("moves", "failed")
-        again = await cluster.gateway(boot=gateway.boot)
+        again = await cluster.gateway(incarnation=gateway.incarnation)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await again.reader
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -361,7 +365,6 @@ def test_starts_without_torch() -> None:
 async def test_a_prompt_beyond_the_limits_is_refused_whole(
     make_cluster: Any, monkeypatch: Any
 ) -> None:
-    from pdserve.services.common.rpc import IdsCollector
     from pdserve.services.router import servicer
 
     monkeypatch.setattr(servicer, "IdsCollector", lambda: IdsCollector(max_ids=50_000))
@@ -379,7 +382,8 @@ async def test_a_session_with_an_unreadable_message_releases_everything(make_clu
     cluster = await make_cluster()
     decode = await cluster.decode()
     decode.hold_at = 1
-    hello = rpc.GatewayMessage(hello=rpc.GatewayHello(boot=b"g" * 16))
+    said = rpc.GatewayHello(incarnation=b"g" * 16, protocol=PROTOCOL_VERSION)
+    hello = rpc.GatewayMessage(hello=said)
     params = pb.SamplingParams(max_tokens=8)
     start = pb.Start(request="r", model="tiny", prompt_ids=PROMPT, seed=5, params=params)
     admitted = asyncio.Event()
@@ -402,7 +406,7 @@ async def test_a_session_with_an_unreadable_message_releases_everything(make_clu
 async def test_a_prompt_beyond_the_context_is_refused(make_cluster: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
-    cluster.router.core.fleet.get(decode.boot).hello.card.context_len = len(PROMPT) - 1
+    cluster.router.core.fleet.get(decode.incarnation).hello.card.context_len = len(PROMPT) - 1
     async with open_channel(cluster.router.address) as channel:
         for name in ("", "tiny"):
             error = await failure_of(RouterStub(channel).Generate(generate(name)))

@@ -110,7 +110,7 @@ def test_prefill_workers_are_used_and_make_no_fleet_sharded() -> None:
     prefill, decode = world.join(PREFILL, SHARDED), world.join(DECODE)
     assert not world.fleet.sharded
     world.submit("a")
-    assert world.commands("admit")[-1][1].prefill_boot == prefill.incarnation
+    assert world.commands("admit")[-1][1].prefill_incarnation == prefill.incarnation
     assert world.dispatcher.workers_in_use() == {decode, prefill}
 
 
@@ -138,9 +138,11 @@ def test_a_request_whose_worker_others_may_know_is_given_back_at_once() -> None:
     world = sharded()
     here = world.join(DECODE, SHARDED)
     world.pass_time(YOUNG_S)
-    world.submit("a", placement=pb.Placement(attempt=b"a" * 16, decode_boot=b"x" * 16))
+    world.submit("a", placement=pb.Placement(attempt=b"a" * 16, decode_incarnation=b"x" * 16))
     assert given_back(world) == ["a"]
-    world.submit("b", placement=pb.Placement(attempt=b"b" * 16, decode_boot=here.incarnation))
+    world.submit(
+        "b", placement=pb.Placement(attempt=b"b" * 16, decode_incarnation=here.incarnation)
+    )
     assert given_back(world) == ["a"]
 
 

@@ -122,7 +122,9 @@ async def test_the_card_comes_from_the_larger_pool(make_cluster: Any) -> None:
     def join(card: dict[str, Any]) -> str:
         number = 1 + len(core.fleet.workers)
         made = pb.ModelCard(**(CARD | card))
-        hello = WorkerHello(role=DECODE, boot=bytes([number]) * 16, address=f"10.0.0.1:{number}")
+        hello = WorkerHello(
+            role=DECODE, incarnation=bytes([number]) * 16, address=f"10.0.0.1:{number}"
+        )
         hello.card.CopyFrom(made)
         core.fleet.join(hello, asyncio.get_running_loop().time())
         (found,) = core.models()

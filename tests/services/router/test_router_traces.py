@@ -64,7 +64,7 @@ async def test_the_next_issue_of_a_request_names_it_in_its_span(make_cluster: An
     await gateway.until(lambda: len(gateway.ids("r")) == 2)
     placement = gateway.of("r", "placed")[-1].placement
     choices = [pb.ChoiceState(generated_ids=gateway.ids("r"))]
-    again = await cluster.gateway(boot=gateway.boot)
+    again = await cluster.gateway(incarnation=gateway.incarnation)
     changed = {"epoch": 1, "placement": placement, "choices": choices, "trace_parent": CLIENT}
     await again.start("r", SHORT, max_tokens=4, **changed)
     await again.until(lambda: again.of("r", "placed"))

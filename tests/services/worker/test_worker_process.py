@@ -21,7 +21,7 @@ from pdserve.engine.checkpoints import CheckpointError
 from pdserve.engine.transport import TransportRefused
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
-from pdserve.services.common.rpc import advertised
+from pdserve.services.common.rpc import PROTOCOL_VERSION, advertised
 from pdserve.services.decode.servicer import run as run_decode
 from pdserve.services.prefill.servicer import run as run_prefill
 from pdserve.services.worker.membership import Membership
@@ -52,7 +52,7 @@ def test_a_process_reports_and_ends_in_order(
     def session(address: str) -> None:
         with grpc.insecure_channel(address) as channel:
             made, command = STUBS[cls]
-            hello = wire.SessionHello(router_boot=b"r" * 16)
+            hello = wire.SessionHello(router_incarnation=b"r" * 16, protocol=PROTOCOL_VERSION)
             call = made(channel).Session(iter([command(hello=hello)]), metadata=BEARER)
             list(call)
 

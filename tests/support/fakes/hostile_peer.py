@@ -47,14 +47,14 @@ class Held:
 class Peer:
     """One connection after its introduction."""
 
-    def __init__(self, victim: Victim, boot: bytes) -> None:
+    def __init__(self, victim: Victim, incarnation: bytes) -> None:
         self.victim = victim
-        self.boot = boot
+        self.incarnation = incarnation
         self.wire: Wire = victim.transport.dial(victim.target, 5.0)
         self.wire.deadline = time.monotonic() + 3600
         hello = messages.Hello(
-            boot,
-            victim.boot,
+            incarnation,
+            victim.incarnation,
             victim.engine.kv_identity,
             victim.transport.name,
             encode_spec(victim.spec),
@@ -73,7 +73,7 @@ class Peer:
         return messages.decode(head + body)
 
     def claim(self) -> Held:
-        ticket = self.victim.admit(self.boot)
+        ticket = self.victim.admit(self.incarnation)
         digest = spec_digest(self.victim.spec)
         held = Held(ticket, derive_keys(ticket, digest, self.victim.engine.kv_identity.digest))
         claim = messages.sign(
@@ -143,8 +143,8 @@ class Attack:
         self.kinds: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
         self.rng = random.Random(seed)
-        self.boot = os.urandom(16)
-        self.bystander = Peer(victim, self.boot)
+        self.incarnation = os.urandom(16)
+        self.bystander = Peer(victim, self.incarnation)
         self.by_held = self.bystander.claim()
         self.bystander.fill(self.by_held)
         self.stale: list[Record] = []
@@ -187,7 +187,7 @@ class Attack:
     # the steps
 
     def _fresh(self) -> tuple[Peer, Held]:
-        peer = Peer(self.victim, self.boot)
+        peer = Peer(self.victim, self.incarnation)
         held = peer.claim()
         peer.fill(held)
         self._before = self._state(held)

@@ -31,21 +31,21 @@ PROMPT = range(100, 160)
 
 
 class KvPeer:
-    """A connection by a transport, introduced with a boot id; it knows everything that decode
+    """A connection by a transport, introduced with an incarnation; it knows everything that decode
     reports to routers about itself.
     """
 
     def __init__(
-        self, decode: fleet_pb2.WorkerHello, transport: str, shm_dir: str, boot: bytes
+        self, decode: fleet_pb2.WorkerHello, transport: str, shm_dir: str, incarnation: bytes
     ) -> None:
         self._spec = decode_spec(decode.card.kv_spec)
         self._identity = KvIdentity.of(decode.card.kv_identity)
         options = TransportOptions(shm_dir=shm_dir, slot_bytes=slot_bytes(self._spec))
         (made,) = make_transports(transport, options)
-        self.wire = made.dial(Target(decode.data_address, decode.boot), LIMIT_S)
+        self.wire = made.dial(Target(decode.data_address, decode.incarnation), LIMIT_S)
         self.wire.deadline = time.monotonic() + LIMIT_S
         spec = decode.card.kv_spec
-        hello = messages.Hello(boot, decode.boot, self._identity, transport, spec)
+        hello = messages.Hello(incarnation, decode.incarnation, self._identity, transport, spec)
         self.wire.write(messages.encode(hello))
         self.welcome = self.reply()
 
@@ -79,20 +79,22 @@ class KvPeer:
         self.wire.close()
 
 
-def guessed(decode: fleet_pb2.WorkerHello, boot: bytes, id: bytes = b"") -> Ticket:
+def guessed(decode: fleet_pb2.WorkerHello, incarnation: bytes, id: bytes = b"") -> Ticket:
     """Return a ticket that decode has not made, or one of its tickets with only the id."""
-    return Ticket(id or os.urandom(16), os.urandom(32), os.urandom(16), boot, decode.boot)
+    return Ticket(
+        id or os.urandom(16), os.urandom(32), os.urandom(16), incarnation, decode.incarnation
+    )
 
 
 @contextmanager
-def admitted(channel: grpc.Channel, boot: bytes) -> Iterator[Ticket]:
-    """Return the ticket of a hand-off of PROMPT from that boot id, while it lasts. The channel is
-    a router's to decode.
+def admitted(channel: grpc.Channel, incarnation: bytes) -> Iterator[Ticket]:
+    """Return the ticket of a hand-off of PROMPT from that incarnation, while it lasts. The channel
+    is a router's to decode.
     """
     attempt = os.urandom(16)
     params = common_pb2.SamplingParams(max_tokens=1)
     start = common_pb2.Start(request="a request", prompt_ids=PROMPT, params=params, seed=1)
-    admit = worker_pb2.Admit(attempt=attempt, start=start, prefill_boot=boot)
+    admit = worker_pb2.Admit(attempt=attempt, start=start, prefill_incarnation=incarnation)
     cancel = worker_pb2.CancelAttempt(attempt=attempt)
     commands: SimpleQueue[worker_pb2.DecodeCommand | None] = SimpleQueue()
     commands.put(worker_pb2.DecodeCommand(admit=admit))
@@ -100,7 +102,7 @@ def admitted(channel: grpc.Channel, boot: bytes) -> Iterator[Ticket]:
     try:
         event = next(event for message in call for event in message.events)
         ticket = event.admitted.ticket
-        yield Ticket(ticket.id, ticket.secret, attempt, boot, ticket.decode_boot)
+        yield Ticket(ticket.id, ticket.secret, attempt, incarnation, ticket.decode_incarnation)
     finally:
         commands.put(worker_pb2.DecodeCommand(cancel=cancel))
         commands.put(None)

@@ -42,7 +42,7 @@ class Worker:
 
     def __init__(self, world: World, num_blocks: int, window: int) -> None:
         self.world = world
-        self.boot = os.urandom(16)
+        self.incarnation = os.urandom(16)
         self.engine = fake_engine(
             num_blocks=num_blocks, window=window, chunk_size=8, clock=world.clock
         )
@@ -55,7 +55,7 @@ class Worker:
             self.engine,
             self.engine.kv,
             (),
-            boot=self.boot,
+            incarnation=self.incarnation,
             identity=self.engine.kv_identity,
             on_ended=self.ended,
             wake=lambda: None,
@@ -76,8 +76,8 @@ class Worker:
             raise TransportRefused("nobody there")
         world = self.world
         size = slot_bytes(self.engine.kv.spec)
-        here = MemoryLink(self.sender, target.boot, size, world.clock)
-        there = MemoryLink(world.receiver, hello.prefill_boot, size, world.clock)
+        here = MemoryLink(self.sender, target.incarnation, size, world.clock)
+        there = MemoryLink(world.receiver, hello.prefill_incarnation, size, world.clock)
         tie(here, there)
         there.hello = hello
         assert not world.receiver.introduced(there, hello)

@@ -10,7 +10,7 @@ from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
 from pdserve.services.common.auth.access import Access
-from pdserve.services.common.rpc import TokensOutbox
+from pdserve.services.common.rpc import PROTOCOL_VERSION, TokensOutbox
 from pdserve.services.common.server import GrpcServer
 from pdserve.services.worker.membership import Membership
 
@@ -30,11 +30,12 @@ class OneTokenWorker(DecodeServicer):
         await self.host.start()
         hello = fleet_pb2.WorkerHello(
             role=fleet_pb2.DECODE,
-            boot=os.urandom(16),
+            incarnation=os.urandom(16),
             address=address,
             card=self._card,
             transports=["tcp"],
             wire_version=1,
+            protocol=PROTOCOL_VERSION,
         )
         self._membership = Membership(hello, self._routers, self._access)
         self._membership.start()

@@ -206,7 +206,7 @@ def scored(token: int, position: int, choice: int, num_top: int) -> pb.TokenLogp
 
 
 def placed(start: pb.Start) -> Event:
-    placement = pb.Placement(attempt=b"a" * 16, decode_boot=b"d" * 16, decode_address="d:1")
+    placement = pb.Placement(attempt=b"a" * 16, decode_incarnation=b"d" * 16, decode_address="d:1")
     return Event(
         placed=router_pb2.Placed(request=start.request, epoch=start.epoch, placement=placement)
     )

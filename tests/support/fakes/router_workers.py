@@ -23,7 +23,13 @@ from pdserve.protos.worker_pb2_grpc import (
     add_DecodeServicer_to_server,
     add_PrefillServicer_to_server,
 )
-from pdserve.services.common.rpc import IdsCollector, NumberedChoice, Outbox, TokensOutbox
+from pdserve.services.common.rpc import (
+    PROTOCOL_VERSION,
+    IdsCollector,
+    NumberedChoice,
+    Outbox,
+    TokensOutbox,
+)
 from pdserve.services.common.server import GrpcServer
 from pdserve.services.worker.membership import Membership
 
@@ -53,11 +59,11 @@ class FakeWorker(ABC):
     role: fleet_pb2.Role
 
     def __init__(
-        self, model: str = "tiny", identity: bytes = b"identity", protocol: int = 0
+        self, model: str = "tiny", identity: bytes = b"identity", protocol: int = PROTOCOL_VERSION
     ) -> None:
         self.protocol = protocol
         self.liveness = 0, False  # the engine's counter, and whether it has work
-        self.boot = os.urandom(16)
+        self.incarnation = os.urandom(16)
         self.card = card(model, identity)
         self.outboxes: list[Outbox[Any]] = []
         self.received: list[Any] = []
@@ -74,7 +80,7 @@ class FakeWorker(ABC):
         await self.host.start()
         hello = fleet_pb2.WorkerHello(
             role=self.role,
-            boot=self.boot,
+            incarnation=self.incarnation,
             address=self.address,
             card=self.card,
             transports=["tcp"],
@@ -197,7 +203,7 @@ class FakeDecode(FakeWorker, DecodeServicer):
             return
         resumed = wire.Resumed(attempt=attempt, epoch=resume.epoch)
         if attempt in self.arrived and not self.arrived[attempt].is_set():
-            ticket, resumed.prefill_boot = self.tickets[attempt]
+            ticket, resumed.prefill_incarnation = self.tickets[attempt]
             resumed.ticket.CopyFrom(ticket)
         self.put(wire.DecodeEvent(resumed=resumed))
         for event in self.said[attempt]:
@@ -272,14 +278,14 @@ class FakeDecode(FakeWorker, DecodeServicer):
             self.put(wire.DecodeEvent(busy=wire.Busy(attempt=attempt)))
             return
         admitted = wire.Admitted(attempt=attempt)
-        if message.prefill_boot:
+        if message.prefill_incarnation:
             self.arrived[attempt] = asyncio.Event()
             admitted.ticket.id = attempt
             admitted.ticket.data_address = self.address
-            self.tickets[attempt] = (admitted.ticket, message.prefill_boot)
+            self.tickets[attempt] = (admitted.ticket, message.prefill_incarnation)
         self.said[attempt] = []
         self.put(wire.DecodeEvent(admitted=admitted))
-        if message.prefill_boot:
+        if message.prefill_incarnation:
             await self.arrived[attempt].wait()
         await self.generate(message)
 
@@ -323,7 +329,7 @@ class FakeDecode(FakeWorker, DecodeServicer):
                     finish=pb.LENGTH if position == total - 1 else pb.FINISH_REASON_UNSPECIFIED,
                 )
                 self.say(attempt, wire.DecodeEvent(tokens=tokens))
-        remote = bool(message.prefill_boot)
+        remote = bool(message.prefill_incarnation)
         finished = pb.Finished(
             request=start.request,
             attempt=attempt,

@@ -31,8 +31,8 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
         self.refuses = False  # new requests
         self.lacks: pb.Failed | None = None  # its message that it has no worker for a request
         self.models = ["tiny"]
-        self.join_routers = 0  # of its decode worker, whose boot is
-        self.decode_boot = b""
+        self.join_routers = 0  # of its decode worker, whose incarnation is
+        self.decode_incarnation = b""
         self.workers: list[router_pb2.WorkerView] = []
         self.hold_after: int | None = None  # tokens, once: then nothing more on that session
         self.hellos: list[bytes] = []
@@ -46,7 +46,7 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
         async for message in requests:
             kind = message.WhichOneof("message")
             if kind == "hello":
-                self.hellos.append(message.hello.boot)
+                self.hellos.append(message.hello.incarnation)
                 if self.checks_version and abs(message.hello.protocol - self.protocol) > 1:
                     error = ServiceError(pb.INCOMPATIBLE_VERSION, "too old or too new")
                     await abort(context, error)
@@ -81,7 +81,9 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
             yield Event(failed=failed)
             return
         placement = pb.Placement(
-            attempt=bytes([start.epoch]) * 16, decode_address="d:1", decode_boot=self.decode_boot
+            attempt=bytes([start.epoch]) * 16,
+            decode_address="d:1",
+            decode_incarnation=self.decode_incarnation,
         )
         placed = router_pb2.Placed(
             request=start.request,

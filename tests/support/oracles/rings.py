@@ -55,7 +55,7 @@ class Notes:
     """A RecordSink in memory; several of one clock (ns) are processes of one host."""
 
     role: str
-    boot: bytes
+    incarnation: bytes
     clock: Callable[[], int]
     records: list[Record] = field(default_factory=list)
     reasons: list[str] = field(default_factory=lambda: [""])
@@ -77,7 +77,7 @@ class Notes:
     def recording(self) -> Recording:
         """Return the recording as a reader of its ring would get it."""
         reasons, records = tuple(self.reasons), list(self.records)
-        return Recording(self.role, self.boot, HOST, 0, 0, reasons, records)
+        return Recording(self.role, self.incarnation, HOST, 0, 0, reasons, records)
 
 
 class Played:

@@ -25,9 +25,9 @@ from pdserve.engine.transport.cuda_ipc.transport import CudaIpcTransport
 from pdserve.engine.transport.device import Slot
 from systems.eventually import wait_until
 from systems.link_ends import (
-    BOOT,
     COPY_KEY,
     HELLO,
+    INCARNATION,
     SLOT_BYTES,
     TICKET,
     Recorder,
@@ -87,7 +87,7 @@ def transport(folder: str, device: FakeDevice) -> CudaIpcTransport:
 
 
 def dial(folder: str, device: FakeDevice) -> DataLink:
-    wire = transport(folder, device).dial(Target("", BOOT), 5.0)
+    wire = transport(folder, device).dial(Target("", INCARNATION), 5.0)
     hello = replace(HELLO, transport="cuda_ipc")
     link = DataLink.dial(wire, "cuda_ipc", Recorder(), hello, 5.0)
     link.post(claim_record())
@@ -113,7 +113,7 @@ def serve(folder: str) -> None:
     def accept(wire: Wire) -> None:
         DataLink(wire, "cuda_ipc", decode).accept()
 
-    transport(folder, FakeDevice()).listen(BOOT, accept)
+    transport(folder, FakeDevice()).listen(INCARNATION, accept)
     print("listening", flush=True)
     seen = 0
     while True:

@@ -101,7 +101,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.num_workers += 1
         hello = fleet_pb2.WorkerHello(
             role=role,
-            boot=self.num_workers.to_bytes(16),
+            incarnation=self.num_workers.to_bytes(16),
             address=f"10.0.0.{self.num_workers}:1",
             card=pb.ModelCard(
                 name="m",
@@ -207,7 +207,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         if what in ("ok", "follows"):
             remote.admitted, remote.follows = True, what == "follows"
             admitted = wire.Admitted(attempt=attempt, follows=remote.follows)
-            if remote.command.prefill_boot and not remote.follows:
+            if remote.command.prefill_incarnation and not remote.follows:
                 admitted.ticket.id = attempt
             event = wire.DecodeEvent(admitted=admitted)
         else:
@@ -303,7 +303,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         resumed = wire.Resumed(attempt=attempt, epoch=resume.epoch, follows=remote.follows)
         if attempt in self.at_prefill:
             resumed.ticket.id = attempt
-            resumed.prefill_boot = remote.command.prefill_boot
+            resumed.prefill_incarnation = remote.command.prefill_incarnation
             HITS["adopted with a ticket"] += 1
         HITS["unparked" if remote.parked else "adopted"] += 1
         remote.parked = False

@@ -82,7 +82,7 @@ class World:
         fields = {"transports": ["tcp"], "wire_version": 2} | (of_hello or {})
         hello = fleet_pb2.WorkerHello(
             role=role,
-            boot=number.to_bytes(16),
+            incarnation=number.to_bytes(16),
             address=f"10.0.0.{number}:1",
             card=pb.ModelCard(**(CARD | card)),
             **fields,
@@ -105,7 +105,7 @@ class World:
         """Check that the last Admit is of that request; admit it, and generate a token."""
         worker, admit = self.commands("admit")[-1]
         assert admit.start.request == request
-        ticket = wire.Ticket(id=b"t") if admit.prefill_boot else None
+        ticket = wire.Ticket(id=b"t") if admit.prefill_incarnation else None
         admitted = wire.Admitted(attempt=admit.attempt, ticket=ticket)
         self.dispatcher.on_decode(worker, wire.DecodeEvent(admitted=admitted), self.now)
         position = len(admit.start.choices[0].generated_ids) if admit.start.choices else 0

@@ -39,7 +39,7 @@ class Pair:
         self, prefill: Engine, decode: Engine, transport: str, folder: Path, **change: Any
     ) -> None:
         self.prefill, self.decode = prefill, decode
-        self.prefill_boot, self.decode_boot = os.urandom(16), os.urandom(16)
+        self.prefill_incarnation, self.decode_incarnation = os.urandom(16), os.urandom(16)
         self.sent: dict[bytes, Sent] = {}
         self.received: dict[bytes, Received] = {}
         self.lost: dict[bytes, str] = {}
@@ -52,8 +52,8 @@ class Pair:
         encrypted = change.get("encrypted", False)
         rings = str(change.get("rings", ""))
         self.rings = [
-            open_ring(rings, "decode", self.decode_boot, 1),
-            open_ring(rings, "prefill", self.prefill_boot, 1),
+            open_ring(rings, "decode", self.decode_incarnation, 1),
+            open_ring(rings, "prefill", self.prefill_incarnation, 1),
         ]
         options = TransportOptions(
             "127.0.0.1:0",
@@ -65,7 +65,7 @@ class Pair:
         self.receiver = Receiver(
             decode,
             decode.kv,
-            boot=self.decode_boot,
+            incarnation=self.decode_incarnation,
             identity=change.get("decode_identity", decode.kv_identity),
             on_received=self._note(self.received, lambda r: r.attempt, lambda r: r),
             on_lost=lambda attempt, reason: self._lost(attempt, reason),
@@ -80,7 +80,7 @@ class Pair:
             prefill,
             prefill.kv,
             make_transports(transport, options),
-            boot=self.prefill_boot,
+            incarnation=self.prefill_incarnation,
             identity=prefill.kv_identity,
             on_ended=self._note(self.sent, lambda s: s.attempt, lambda s: s),
             wake=self.prefill_thread.wake,
@@ -98,7 +98,7 @@ class Pair:
     def admit(self, request: Request, deadline: float = INF) -> Ticket | None:
         attempt = bytes.fromhex(request.key)
         return self.decode_thread.post(
-            lambda _: self.receiver.admit(attempt, request, self.prefill_boot, deadline)
+            lambda _: self.receiver.admit(attempt, request, self.prefill_incarnation, deadline)
         ).result(LIMIT_S)
 
     def start(self, request: Request, ticket: Ticket, ids: Sequence[int] | None = None) -> None:

@@ -59,8 +59,8 @@ def received(fleet: Fleet) -> int:
 
 
 def computed(fleet: Fleet, role: int) -> dict[bytes, int]:
-    """Return prompt tokens by boot id of the workers."""
-    return {w.hello.boot: w.load.prompt_tokens for w in workers(fleet, role)}
+    """Return prompt tokens by incarnation of the workers."""
+    return {w.hello.incarnation: w.load.prompt_tokens for w in workers(fleet, role)}
 
 
 def pid_of(fleet: Fleet, worker: Any) -> int:
@@ -78,7 +78,7 @@ def kill_late(fleet: Fleet, length: int, share: float, size: int, tenant: bytes)
     """
     wait_until(fleet.all_blocks_back, "a quiet fleet")
     start = received(fleet)
-    pids = {w.hello.boot: pid_of(fleet, w) for w in workers(fleet, fleet_pb2.PREFILL)}
+    pids = {w.hello.incarnation: pid_of(fleet, w) for w in workers(fleet, fleet_pb2.PREFILL)}
     before = computed(fleet, fleet_pb2.DECODE) | computed(fleet, fleet_pb2.PREFILL)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, fleet, length, tenant)
@@ -86,15 +86,15 @@ def kill_late(fleet: Fleet, length: int, share: float, size: int, tenant: bytes)
             lambda: received(fleet) - start >= share * size, f"{share:.0%} of the KV", limit_s=120
         )
         (victim,) = [w for w in workers(fleet, fleet_pb2.PREFILL) if w.load.blocks_used]
-        os.kill(pids[victim.hello.boot], signal.SIGKILL)
+        os.kill(pids[victim.hello.incarnation], signal.SIGKILL)
         reached = (received(fleet) - start) / size
         ids, finished = answer.result(300)
     wait_until(fleet.all_blocks_back, "blocks back")
     more = {
         role: sum(
-            tokens - before.get(boot, 0)
-            for boot, tokens in computed(fleet, role).items()
-            if boot != victim.hello.boot
+            tokens - before.get(incarnation, 0)
+            for incarnation, tokens in computed(fleet, role).items()
+            if incarnation != victim.hello.incarnation
         )
         for role in (fleet_pb2.DECODE, fleet_pb2.PREFILL)
     }

@@ -27,10 +27,10 @@ from pdserve.engine.transport.base import transports
 from systems.eventually import LIMIT_S
 
 SLOT_BYTES = 1 << 18
-BOOT = b"D" * 16
+INCARNATION = b"D" * 16
 TICKET = b"t" * 16
 COPY_KEY = bytes(range(32))  # of every payload on a device
-HELLO = messages.Hello(b"P" * 16, BOOT, KvIdentity(b"identity"), "", b"spec")
+HELLO = messages.Hello(b"P" * 16, INCARNATION, KvIdentity(b"identity"), "", b"spec")
 
 
 def make_transport(name: str, folder: Path, device: FakeDevice | None = None) -> KvTransport:
@@ -135,9 +135,9 @@ class Ends:
     def __init__(self, name: str, folder: Path, device: FakeDevice | None = None) -> None:
         self.transport = make_transport(name, folder, device)
         self.decode = Recorder()
-        self.listener = self.transport.listen(BOOT, self._accepted)
+        self.listener = self.transport.listen(INCARNATION, self._accepted)
         address = self.listener.address if name == "tcp" else ""
-        self.target = Target(address, BOOT)
+        self.target = Target(address, INCARNATION)
         self._dialed: list[DataLink] = []
 
     def dial(self, handler: Recorder, claim: bool = True) -> DataLink:

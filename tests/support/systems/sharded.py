@@ -92,7 +92,7 @@ class ShardedSystem:
         )
         role = DecodeRole(settings, EngineConfig())
         self.workers[name] = await start_worker(
-            settings, role, boot_without(left_out, self.addresses)
+            settings, role, incarnation_without(left_out, self.addresses)
         )
 
     async def kill_worker(self, name: str) -> None:
@@ -129,7 +129,7 @@ class Stream:
         self.prompt = [(7 * number + i * i) % 60 for i in range(8 + number)]
         self.ids: list[int] = []
         self.end: Any = None
-        self.decode_boots: list[bytes] = []
+        self.decode_incarnations: list[bytes] = []
         self._start = pb.Start(
             request=f"r{number}",
             model=model,
@@ -147,12 +147,12 @@ class Stream:
                 assert event.tokens.position == len(self.ids)
                 self.ids += event.tokens.ids
             elif kind == "placed":
-                self.decode_boots.append(event.placed.placement.decode_boot)
+                self.decode_incarnations.append(event.placed.placement.decode_incarnation)
             self.end = getattr(event, kind)
 
 
-def boot_without(left_out: str, routers: Sequence[str]) -> bytes:
-    """Return the boot id of a worker for which that router comes last."""
-    while rendezvous_order(boot := os.urandom(16), routers)[-1] != left_out:
+def incarnation_without(left_out: str, routers: Sequence[str]) -> bytes:
+    """Return the incarnation of a worker for which that router comes last."""
+    while rendezvous_order(incarnation := os.urandom(16), routers)[-1] != left_out:
         pass
-    return boot
+    return incarnation

@@ -56,7 +56,7 @@ class Victim:
     def __init__(self, transport: str, folder: Path, encrypted: bool = False) -> None:
         self.engine = fake_engine(num_blocks=256, block_size=BLOCK, window=48, prefix_cache=False)
         self.spec = self.engine.kv.spec
-        self.boot = os.urandom(16)
+        self.incarnation = os.urandom(16)
         self.encrypted = encrypted
         self.lost: dict[bytes, str] = {}
         self.received: list[Any] = []
@@ -73,7 +73,7 @@ class Victim:
         self.receiver = Watched(
             self.engine,
             self.engine.kv,
-            boot=self.boot,
+            incarnation=self.incarnation,
             identity=self.engine.kv_identity,
             on_received=self.received.append,
             on_lost=self._lost,
@@ -84,16 +84,16 @@ class Victim:
         options = TransportOptions("127.0.0.1:0", str(folder), SLOT_BYTES)
         (self.transport,) = make_transports(transport, options)
         addresses = self.receiver.listen([self.transport], True)
-        self.target = Target(addresses.get("tcp", ""), self.boot)
+        self.target = Target(addresses.get("tcp", ""), self.incarnation)
         self.thread.add_poll(self.receiver.poll)
         self.thread.start()
         self.receiver.start()
 
-    def admit(self, prefill_boot: bytes) -> Ticket:
+    def admit(self, prefill_incarnation: bytes) -> Ticket:
         request = ask(os.urandom(16).hex(), [7] * (NUM_TOKENS + 1))
         attempt = bytes.fromhex(request.key)
         ticket = self.thread.post(
-            lambda _: self.receiver.admit(attempt, request, prefill_boot, float("inf"))
+            lambda _: self.receiver.admit(attempt, request, prefill_incarnation, float("inf"))
         ).result(LIMIT_S)
         assert ticket is not None, "busy"
         return ticket

@@ -81,7 +81,7 @@ class WatchedRouter:
         self._workers.append(worker)
 
         def connected() -> bool:
-            known = self.core.fleet.get(worker.boot)
+            known = self.core.fleet.get(worker.incarnation)
             return known is not None and known.connected
 
         await eventually(connected)
@@ -103,7 +103,7 @@ class WatchedRouter:
 
     def report(self, worker: FakeWorker, load: Load) -> None:
         """Report a load as if the worker had sent it."""
-        known = self.core.fleet.get(worker.boot)
+        known = self.core.fleet.get(worker.incarnation)
         assert known is not None
         self.core.report(known, WorkerReport(load=load), known.lease)
 

@@ -118,6 +118,6 @@ class WholeSystem(SingleProcesses):
         """Return the process of a role; the gateway has children."""
         return psutil.Process(self.processes[role].pid)
 
-    def peer(self, transport: str, boot: bytes) -> "closing[KvPeer]":
-        """Return a peer that has introduced itself to decode with that boot id."""
-        return closing(KvPeer(self.decode, transport, str(self.shm), boot))
+    def peer(self, transport: str, incarnation: bytes) -> "closing[KvPeer]":
+        """Return a peer that has introduced itself to decode with that incarnation."""
+        return closing(KvPeer(self.decode, transport, str(self.shm), incarnation))

@@ -20,7 +20,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
 from pdserve.services.common.lifecycle import silent
-from pdserve.services.common.rpc import send_ids
+from pdserve.services.common.rpc import PROTOCOL_VERSION, send_ids
 from pdserve.services.common.tracing import NO_TRACER
 from pdserve.services.decode.servicer import DecodeRole
 from pdserve.services.prefill.servicer import PrefillRole
@@ -70,7 +70,9 @@ class SessionClient:
         self._call = stub_type(self._channel).Session(self._requests())
         self.reader = asyncio.create_task(self._read())
         if stub_type is DecodeStub:
-            hello = wire.SessionHello(router_boot=b"router", reads_rows=True)
+            hello = wire.SessionHello(
+                router_incarnation=b"router", reads_rows=True, protocol=PROTOCOL_VERSION
+            )
             self.send(wire.DecodeCommand(hello=hello))
 
     def send(self, command: Any) -> None:
@@ -148,7 +150,7 @@ class Pair:
         for part in parts:
             self.decode.send(wire.DecodeCommand(ids_part=part))
         admit = wire.Admit(attempt=attempt, start=start, min_shared_tokens=shared)
-        admit.prefill_boot = self.prefill_worker.incarnation if remote else b""
+        admit.prefill_incarnation = self.prefill_worker.incarnation if remote else b""
         self.decode.send(wire.DecodeCommand(admit=admit))
         return attempt
 
@@ -182,9 +184,9 @@ class Pair:
             await eventually(rests, loads)
 
 
-async def start_worker(settings: Any, role: AnyRole, boot: bytes = b"") -> WorkerProcess:
+async def start_worker(settings: Any, role: AnyRole, incarnation: bytes = b"") -> WorkerProcess:
     worker = WorkerProcess(settings, role, silent)
-    worker.incarnation = boot or worker.incarnation
+    worker.incarnation = incarnation or worker.incarnation
     await worker.start()
     await asyncio.wait_for(worker.loaded, LIMIT_S)
     return worker

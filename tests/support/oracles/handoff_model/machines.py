@@ -162,8 +162,8 @@ QUEUE_S = 50.0
 FAILED = RuntimeError("decode says so")
 
 
-def prefill_boot(number: int) -> bytes:
-    """Return the boot id of a prefill worker."""
+def prefill_incarnation(number: int) -> bytes:
+    """Return the incarnation of a prefill worker."""
     return bytes([number])
 
 
@@ -183,7 +183,7 @@ def events_about(attempt: bytes) -> tuple[on.RoutingEvent, ...]:
 
 class Routings(States[Routing]):
     """Every state of a request in the router. Attempts are named by their number in the request,
-    workers by DECODE and `prefill_boot`.
+    workers by DECODE and `prefill_incarnation`.
     """
 
     def __init__(self, step: RequestStep, config: Config) -> None:

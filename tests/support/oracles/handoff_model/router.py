@@ -9,7 +9,7 @@ either), so for a request that seeks a worker both are tried.
 from collections.abc import Iterator
 from typing import Any
 
-from oracles.handoff_model.machines import DECODE, FAILED, prefill_boot
+from oracles.handoff_model.machines import DECODE, FAILED, prefill_incarnation
 from oracles.handoff_model.rules import Violation
 from oracles.handoff_model.state import Attempt, Req, World
 from pdserve.engine.handoff.incoming import Promises, promise_blocks
@@ -103,7 +103,7 @@ def candidates(w: World, r: int) -> list[int]:
     if r == 0 and not req.begun:
         return [0]
     failed = w.model.routings.all[req.machine].failed_prefills
-    return [p for p in everyone if prefill_boot(p) not in failed] or list(everyone)
+    return [p for p in everyone if prefill_incarnation(p) not in failed] or list(everyone)
 
 
 # events
@@ -121,7 +121,7 @@ def begin(w: World, r: int, p: int) -> None:
     req.begun += 1
     req.busy = False
     w.attempt(a).prefill = p
-    tell(w, r, on.AttemptBegun(number, DECODE, prefill_boot(p)))
+    tell(w, r, on.AttemptBegun(number, DECODE, prefill_incarnation(p)))
 
 
 def time_out_in_queue(w: World, r: int) -> None:
@@ -198,7 +198,7 @@ def hear_decode(w: World, a: int) -> str:
         case "gone":
             tell(w, r, on.AttemptUnknown(number))
         case ("resumed", epoch, ticket):
-            prefill = prefill_boot(it.prefill)
+            prefill = prefill_incarnation(it.prefill)
             tell(w, r, on.ResumeAccepted(number, epoch, ticket, prefill, Reachability.YES))
     return str(word)
 
@@ -219,9 +219,9 @@ def hear_prefill(w: World, a: int) -> str:
     match word:
         case "session lost" | "died":
             if w.is_current(a):
-                boot = prefill_boot(it.prefill)
-                lost = on.WorkerLost(boot, word, crashed=word == "died", forgotten=False)
-                tell(w, r, lost, closed=boot if word == "died" else b"")
+                incarnation = prefill_incarnation(it.prefill)
+                lost = on.WorkerLost(incarnation, word, crashed=word == "died", forgotten=False)
+                tell(w, r, lost, closed=incarnation if word == "died" else b"")
         case "done":
             tell(w, r, on.PrefillSent(number))
         case "failed":
@@ -306,5 +306,5 @@ def to_decode(w: World, r: int, number: bytes, message: object, closed: bytes) -
 def to_prefill(w: World, r: int, number: bytes, message: object, closed: bytes) -> None:
     it = attempt_of(w, r, number)
     down = _is_down(it.from_prefill) or it.prefill_gone
-    if not down and closed != prefill_boot(it.prefill):
+    if not down and closed != prefill_incarnation(it.prefill):
         it.to_prefill += (message,)

@@ -56,7 +56,7 @@ class Process:
     started: float
     ready_s: float = 0.0  # 0: not ready
     figures: dict[str, Any] = field(default_factory=dict)
-    boot: bytes = b""  # of a worker that the router knows
+    incarnation: bytes = b""  # of a worker that the router knows
 
     @property
     def pid(self) -> int:
@@ -242,21 +242,21 @@ class Cluster:
         return [p for p in self.processes if p.role == role]
 
     def hear(self) -> None:
-        """Read reports; look up the boot ids of the workers that have joined."""
+        """Read reports; look up the incarnations of the workers that have joined."""
         for process in self.processes:
             process.hear()
-        if any(p.role in ROLES and p.ready_s and not p.boot for p in self.processes):
-            boots = {w.hello.address: w.hello.boot for w in self.view().workers}
+        if any(p.role in ROLES and p.ready_s and not p.incarnation for p in self.processes):
+            incarnations = {w.hello.address: w.hello.incarnation for w in self.view().workers}
             for process in self.processes:
-                if process.role in ROLES and process.ready_s and not process.boot:
-                    process.boot = boots.get(process.address, b"")
-                    if process.boot:
+                if process.role in ROLES and process.ready_s and not process.incarnation:
+                    process.incarnation = incarnations.get(process.address, b"")
+                    if process.incarnation:
                         self.start_s.append(process.ready_s)
 
     def joined(self, role: str) -> list[Process]:
         """Return live workers of a role that the router knows."""
         self.hear()
-        return [p for p in self.of(role) if p.boot]
+        return [p for p in self.of(role) if p.incarnation]
 
     def wait_ready(self) -> None:
         """Wait until every started process has joined, and the gateway serves."""
@@ -265,7 +265,7 @@ class Cluster:
             for process in self.processes:
                 assert process.child.is_alive(), process.log.read_text()[-4000:]
             self.hear()
-            workers = all(p.boot for p in self.processes if p.role in ROLES)
+            workers = all(p.incarnation for p in self.processes if p.role in ROLES)
             return workers and all(p.ready_s for p in self.of("gateway"))
 
         wait_until(ready, "a whole system", limit_s=START_S)
@@ -298,14 +298,16 @@ class Cluster:
             )
 
     def loads(self) -> dict[bytes, fleet_pb2.Load]:
-        """Return loads of the live workers by boot id."""
-        alive = {p.boot for p in self.processes if p.boot}
-        return {w.hello.boot: w.load for w in self.view().workers if w.hello.boot in alive}
+        """Return loads of the live workers by incarnation."""
+        alive = {p.incarnation for p in self.processes if p.incarnation}
+        return {
+            w.hello.incarnation: w.load for w in self.view().workers if w.hello.incarnation in alive
+        }
 
     def blocks_back(self) -> bool:
         """Return whether no block is used, reserved, promised or parked on any live worker."""
         loads = self.loads()
-        alive = [p for p in self.processes if p.boot]
+        alive = [p for p in self.processes if p.incarnation]
         return len(loads) == len(alive) and all(
             load.blocks_total and load.blocks_free + load.blocks_cached == load.blocks_total
             and not load.promised_tokens and not load.parked and not load.waiting
@@ -314,7 +316,7 @@ class Cluster:
 
     def prompt_tokens(self) -> dict[bytes, int]:
         """Return the tokens computed so far, by worker."""
-        return {boot: load.prompt_tokens for boot, load in self.loads().items()}
+        return {incarnation: load.prompt_tokens for incarnation, load in self.loads().items()}
 
     def router_log(self) -> str:
         """Return the output of all routers."""

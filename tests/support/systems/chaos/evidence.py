@@ -37,8 +37,8 @@ NOTICED_S = 10.0  # tries that a router closes later have another cause
 class Watch:
     """Hand-offs that one live prefill worker is sending."""
 
-    def __init__(self, folder: Path, boot: bytes) -> None:
-        (path,) = folder.glob(f"prefill-{boot.hex()[:12]}{SUFFIX}")
+    def __init__(self, folder: Path, incarnation: bytes) -> None:
+        (path,) = folder.glob(f"prefill-{incarnation.hex()[:12]}{SUFFIX}")
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._capacity = (len(self._map) - HEADER_BYTES) // RECORD_BYTES
@@ -72,7 +72,7 @@ class Handoff:
     closed_ns: int = 0
     reason: str = ""
     sent: tuple[int, ...] = ()  # when each frame was
-    sender: bytes = b""  # boot id
+    sender: bytes = b""  # incarnation
     receiver: bytes = b""
     filled_ns: int = 0  # at decode: every cell was there
     freed_ns: dict[str, int] = field(default_factory=dict)  # by side
@@ -97,8 +97,8 @@ class Evidence:
                 closed_ns=closed.at_ns if closed else 0,
                 reason=timeline.of(closed).reason(closed.record.detail) if closed else "",
                 sent=tuple(e.at_ns for e in found[SEND] if e.record.kind is RecordKind.SENT),
-                sender=timeline.of(found[SEND][0]).boot if found[SEND] else b"",
-                receiver=timeline.of(found[RECEIVE][0]).boot if found[RECEIVE] else b"",
+                sender=timeline.of(found[SEND][0]).incarnation if found[SEND] else b"",
+                receiver=timeline.of(found[RECEIVE][0]).incarnation if found[RECEIVE] else b"",
                 filled_ns=next(
                     (e.at_ns for e in found[RECEIVE] if event_name(e.record) == "filled"), 0
                 ),
@@ -121,7 +121,7 @@ class Evidence:
             and not 0 < h.freed_ns.get(SEND, 0) < at_ns
         ]  # fmt: skip
 
-    def noticed(self, address: str, boot: bytes, at_ns: int) -> list[float]:
+    def noticed(self, address: str, incarnation: bytes, at_ns: int) -> list[float]:
         """Return seconds from a fault of the worker to each time that the router gave up a try of
         it: by itself, with the worker's address as the reason, or because the other side of the
         hand-off lost it first and reported the connection's end.
@@ -130,7 +130,7 @@ class Evidence:
             (h.closed_ns - at_ns) / 1e9
             for h in self.handoffs.values()
             if 0 <= h.closed_ns - at_ns < NOTICED_S * 1e9
-            and (address in h.reason or (h.reason and boot in (h.sender, h.receiver)))
+            and (address in h.reason or (h.reason and incarnation in (h.sender, h.receiver)))
         ]
 
     def closed_since(self, at_ns: int) -> list[tuple[float, str]]:
@@ -141,13 +141,15 @@ class Evidence:
             if h.closed_ns >= at_ns
         )
 
-    def given_back(self, boot: bytes, at_ns: int) -> list[float]:
+    def given_back(self, incarnation: bytes, at_ns: int) -> list[float]:
         """Return seconds from a worker's death until the blocks of its hand-offs were free
         elsewhere.
         """
         found = []
         for h in self.handoffs.values():
-            other = RECEIVE if h.sender == boot else SEND if h.receiver == boot else ""
+            other = (
+                RECEIVE if h.sender == incarnation else SEND if h.receiver == incarnation else ""
+            )
             freed = h.freed_ns.get(other, 0)
             if freed >= at_ns:
                 found.append((freed - at_ns) / 1e9)

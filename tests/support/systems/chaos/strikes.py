@@ -46,7 +46,7 @@ class Strike:
 
     role: str
     at_ns: int
-    boot: bytes
+    incarnation: bytes
     address: str
     streams: list[str] = field(default_factory=list)  # ids of unfinished streams
 
@@ -125,8 +125,8 @@ class Striker:
         ):
             return []
         loads = self.cluster.loads()
-        known = [p for p in self.cluster.joined("decode") if p.boot in loads]
-        victim = max(known, key=lambda p: loads[p.boot].running)
+        known = [p for p in self.cluster.joined("decode") if p.incarnation in loads]
+        victim = max(known, key=lambda p: loads[p.incarnation].running)
         struck = [self._kill(victim, streams)]
         self.cluster.refill()
         return struck
@@ -148,7 +148,7 @@ class Striker:
     def _sends(self, found: list[Process]) -> Callable[[], bool]:
         """Return whether a prefill worker sends frames: `found` then begins with it."""
         joined = self.cluster.joined("prefill")
-        watches = {p: Watch(self.cluster.rings, p.boot) for p in joined}
+        watches = {p: Watch(self.cluster.rings, p.incarnation) for p in joined}
 
         def sends() -> bool:
             found[:] = [p for p, watch in watches.items() if watch.sending()]
@@ -158,8 +158,8 @@ class Striker:
 
     def _kill(self, victim: Process, streams: Sequence[Stream]) -> Strike:
         under_way = [s.id for s in streams if s.under_way]
-        boot, address = victim.boot, victim.address
-        return Strike(victim.role, self.cluster.kill(victim), boot, address, under_way)
+        incarnation, address = victim.incarnation, victim.address
+        return Strike(victim.role, self.cluster.kill(victim), incarnation, address, under_way)
 
     # --- the network
 
@@ -206,7 +206,7 @@ class Striker:
                 return []
             victim = found[0]
             at = time.monotonic()
-            struck = Strike("prefill", time.monotonic_ns(), victim.boot, victim.address)
+            struck = Strike("prefill", time.monotonic_ns(), victim.incarnation, victim.address)
             os.kill(victim.pid, signal.SIGSTOP)
             try:
                 while time.monotonic() < at + seconds - 0.5:
