@@ -103,12 +103,15 @@ def _machine_address() -> str:
 
 def incompatibility(peer_version: int, process: str, peer: str) -> str:
     """Return why a process of this release cannot exchange messages with a peer of that protocol
-    version; empty if it can. `process` and `peer` are the names of the two in the text."""
+    version; empty if it can. `process` and `peer` are the names of the two in the text. No release
+    has version 0: the peer has not set the field."""
     own_version = PROTOCOL_VERSION
-    if abs(peer_version - own_version) <= 1:
+    if peer_version and abs(peer_version - own_version) <= 1:
         return ""
     older, needed_version = (
-        (process, peer_version - 1) if own_version < peer_version else (peer, own_version - 1)
+        (process, peer_version - 1)
+        if own_version < peer_version
+        else (peer, max(1, own_version - 1))
     )
     return (
         f"protocol version {own_version} of the {process} does not match {peer_version} of "

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 ANSWER = list(range(100, 106))
 
 
-@pytest.mark.parametrize("protocol", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION, PROTOCOL_VERSION + 1])
+@pytest.mark.parametrize("protocol", range(max(1, PROTOCOL_VERSION - 1), PROTOCOL_VERSION + 2))
 async def test_a_router_of_a_neighbouring_release_is_used_and_recorded(
     served, protocol, monkeypatch
 ):
@@ -41,9 +41,12 @@ async def test_a_router_of_a_neighbouring_release_is_used_and_recorded(
     await client.close()
 
 
-@pytest.mark.parametrize("who_refuses", ["router", "gateway"])
-async def test_a_router_that_is_too_new_is_retried_with_pauses_until_replaced(
-    served, another, who_refuses, caplog, monkeypatch
+@pytest.mark.parametrize(
+    ("who_refuses", "protocol"),
+    [("router", PROTOCOL_VERSION + 2), ("gateway", PROTOCOL_VERSION + 2), ("gateway", 0)],
+)
+async def test_a_router_of_no_neighbouring_release_is_retried_with_pauses_until_replaced(
+    served, another, who_refuses, protocol, caplog, monkeypatch
 ):
     caplog.set_level(logging.WARNING, logger=session_module.__name__)
     pauses = []
@@ -56,7 +59,7 @@ async def test_a_router_that_is_too_new_is_retried_with_pauses_until_replaced(
 
     monkeypatch.setattr(session_module.asyncio, "sleep", noted)
     new = another.router
-    new.protocol = PROTOCOL_VERSION + 2
+    new.protocol = protocol
     new.checks_version = who_refuses == "router"
     addresses = [f"127.0.0.1:{one.port}" for one in (served, another)]
     client = RouterClient(addresses, ACCESS, b"g" * 16)

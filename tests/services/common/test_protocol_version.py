@@ -13,7 +13,7 @@ from pdserve.services.common.rpc.channel import MAX_LOGGED_PEERS, incompatibilit
 @pytest.mark.parametrize(
     ("ours", "theirs", "talk"),
     [
-        (1, 0, True), (1, 1, True), (1, 2, True), (1, 3, False),
+        (1, 0, False), (1, 1, True), (1, 2, True), (1, 3, False),
         (2, 0, False), (3, 1, False), (3, 2, True), (3, 4, True),
     ],
 )  # fmt: skip
@@ -34,6 +34,17 @@ def test_the_error_says_to_upgrade_the_older_release(monkeypatch: pytest.MonkeyP
         "protocol version 3 of the router does not match 6 of the worker a:1: "
         "upgrade the router to a release with version 5 first"
     )
+
+
+def test_the_error_about_a_peer_without_a_version_names_one_that_exists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for ours, needed in ((1, 1), (3, 2)):
+        monkeypatch.setattr(channel, "PROTOCOL_VERSION", ours)
+        assert incompatibility(0, "router", "worker a:1") == (
+            f"protocol version {ours} of the router does not match 0 of the worker a:1: "
+            f"upgrade the worker a:1 to a release with version {needed} first"
+        )
 
 
 def test_a_refused_peer_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

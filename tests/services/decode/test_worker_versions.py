@@ -12,17 +12,17 @@ from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
 from pdserve.services.common.rpc import PROTOCOL_VERSION
 
 
-def test_a_router_that_is_too_new_is_refused_and_others_are_served(
+def test_a_router_of_no_neighbouring_release_is_refused_and_others_are_served(
     with_pair: Callable[..., None],
 ) -> None:
     async def test(pair: Pair) -> None:
-        far = PROTOCOL_VERSION + 2
-        for worker, stub_type, command in (
-            (pair.decode_worker, DecodeStub, wire.DecodeCommand),
-            (pair.prefill_worker, PrefillStub, wire.PrefillCommand),
+        for far, worker, stub_type, command in (
+            (PROTOCOL_VERSION + 2, pair.decode_worker, DecodeStub, wire.DecodeCommand),
+            (0, pair.decode_worker, DecodeStub, wire.DecodeCommand),
+            (PROTOCOL_VERSION + 2, pair.prefill_worker, PrefillStub, wire.PrefillCommand),
         ):
             async with open_channel(worker.address) as channel:
-                hello = wire.SessionHello(router_boot=b"new", protocol=far)
+                hello = wire.SessionHello(router_incarnation=b"new", protocol=far)
                 call = stub_type(channel).Session(iter([command(hello=hello)]))
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await anext(aiter(call))

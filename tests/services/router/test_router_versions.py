@@ -23,7 +23,7 @@ CARD = pb.ModelCard(name="tiny", kv_spec=encode_spec(KvSpec(16, ())))
 
 def worker_hello(protocol: int) -> WorkerReport:
     """Return the hello of a decode worker whose port is closed."""
-    hello = WorkerHello(role=2, boot=b"n" * 16, address="127.0.0.1:9", card=CARD)
+    hello = WorkerHello(role=2, incarnation=b"n" * 16, address="127.0.0.1:9", card=CARD)
     hello.protocol = protocol
     return WorkerReport(hello=hello)
 
@@ -32,7 +32,7 @@ async def first_of(call: Any) -> Any:
     return await anext(aiter(call))
 
 
-@pytest.mark.parametrize("protocol", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION, PROTOCOL_VERSION + 1])
+@pytest.mark.parametrize("protocol", range(max(1, PROTOCOL_VERSION - 1), PROTOCOL_VERSION + 2))
 async def test_neighbours_join_and_are_served(
     make_cluster: Any, expected: Any, protocol: int
 ) -> None:
@@ -69,17 +69,22 @@ async def test_a_worker_that_is_too_new_is_refused_and_the_others_keep_serving(
     assert len(refused) == 1, "it is logged once"
 
 
-async def test_a_gateway_that_is_too_new_is_refused(make_cluster: Any) -> None:
+@pytest.mark.parametrize("protocol", [0, PROTOCOL_VERSION + 2])
+async def test_peers_that_are_too_new_or_have_no_version_are_refused(
+    make_cluster: Any, protocol: int
+) -> None:
     cluster = await make_cluster()
     async with open_channel(cluster.router.address) as channel:
-        call = RouterStub(channel).Session()
-        hello = rpc.GatewayHello(boot=b"g" * 16, protocol=PROTOCOL_VERSION + 2)
-        await call.write(rpc.GatewayMessage(hello=hello))
-        with pytest.raises(Exception) as caught:
-            await first_of(call)
-        error = ServiceError.from_rpc(caught.value)
-        assert error.code == pb.INCOMPATIBLE_VERSION
-        assert "gateway at 127.0.0.1" in error.message
+        session = RouterStub(channel).Session()
+        hello = rpc.GatewayHello(incarnation=b"g" * 16, protocol=protocol)
+        await session.write(rpc.GatewayMessage(hello=hello))
+        join = FleetStub(channel).Join(iter([worker_hello(protocol)]))
+        for call, peer in ((session, "gateway at 127.0.0.1"), (join, "worker 127.0.0.1:9")):
+            with pytest.raises(Exception) as caught:
+                await first_of(call)
+            error = ServiceError.from_rpc(caught.value)
+            assert error.code == pb.INCOMPATIBLE_VERSION
+            assert f"does not match {protocol} of the {peer}" in error.message
 
 
 async def test_the_router_sends_its_version_to_workers(make_cluster: Any) -> None:

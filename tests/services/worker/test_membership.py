@@ -77,7 +77,7 @@ class Router(FleetServicer):
         if self.refuses:
             await abort(context, ServiceError(INCOMPATIBLE_VERSION, "upgrade the router first"))
         self.welcomed = time.monotonic()
-        yield pb.JoinReply(welcome=pb.Welcome(router_boot=b"r", protocol=self.protocol))
+        yield pb.JoinReply(welcome=pb.Welcome(router_incarnation=b"r", protocol=self.protocol))
         async for report in request_iterator:
             lease.reports.append((time.monotonic(), report))
             if report.HasField("heartbeat") and self.echoes:
@@ -100,10 +100,12 @@ async def make() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
             routers.append(Router())
             addresses.append(await routers[-1].start())
         hello = pb.WorkerHello(
-            role=pb.DECODE, boot=b"b" * 16, address="127.0.0.1:9", join_routers=join
+            role=pb.DECODE, incarnation=b"b" * 16, address="127.0.0.1:9", join_routers=join
         )
         if join:
-            routers.sort(key=lambda r: rendezvous_order(hello.boot, addresses).index(r.address))
+            routers.sort(
+                key=lambda r: rendezvous_order(hello.incarnation, addresses).index(r.address)
+            )
         steps = iter(range(1_000_000))
         members.append(Membership(hello, addresses, ACCESS, liveness=lambda: (next(steps), True)))
         return routers, members[-1]
@@ -231,7 +233,7 @@ async def test_a_worker_rejoins_after_a_cut_with_the_whole_state(make: Any) -> N
     member.prefixes([b"y" * 16], [])
     expected = {*(bytes([i]) * 16 for i in range(1, 5)), b"x" * 16, b"y" * 16}
     await eventually(lambda: router.leases[1].hashes() == expected)
-    assert router.leases[1].of("hello")[0].boot == b"b" * 16
+    assert router.leases[1].of("hello")[0].incarnation == b"b" * 16
 
 
 async def test_a_large_state_is_split(make: Any) -> None:
@@ -310,9 +312,12 @@ async def test_an_unreachable_router_is_logged_once(
     await second.host.stop(0)
 
 
-@pytest.mark.parametrize("who_refuses", ["router", "worker"])
+@pytest.mark.parametrize(
+    ("who_refuses", "protocol"),
+    [("router", PROTOCOL_VERSION + 2), ("worker", PROTOCOL_VERSION + 2), ("worker", 0)],
+)
 async def test_a_router_of_another_version_is_retried_with_growing_pauses(
-    who_refuses: str, make: Any, caplog: Any, monkeypatch: Any
+    who_refuses: str, protocol: int, make: Any, caplog: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(membership, "REJOIN_S", 0.01)
     monkeypatch.setattr(membership, "RESOLVE_S", 0.02)
@@ -321,7 +326,7 @@ async def test_a_router_of_another_version_is_retried_with_growing_pauses(
     caplog.set_level(logging.INFO, logger=membership.__name__)
     routers, member = await make(2)
     (far, near), tried = routers, []
-    far.protocol = PROTOCOL_VERSION + 2
+    far.protocol = protocol
     far.refuses = who_refuses == "router"
     near.protocol = PROTOCOL_VERSION + 1
     refused = Membership.refused
