@@ -26,7 +26,7 @@ TEMPLATE = (
 )
 ANSWER = f"<think>hm</think><|im_start|>hello {calls('f')}{calls('f')} world"
 NO_BOS = "the tokenizer of the fake model adds no token (tests/text/test_tokenizer.py)"
-WHOSE = "whom the usage is counted for (tests/gateway/stored/test_usage.py)"
+WHOSE = "whom the usage is counted for (tests/gateway/openai/test_usage.py)"
 ONE = "it can have one value only, which says what is done anyway"
 SHOWN = "the answer repeats it, which is all that it is for"
 # The fields of a response that do not repeat the request.

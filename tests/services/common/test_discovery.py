@@ -1,4 +1,6 @@
-"""Rendezvous hashing: every process computes the same order, in balance, and few workers move."""
+"""The routers that a worker joins, by rendezvous hashing: every process computes the same order, in
+balance, and few workers move.
+"""
 
 from collections import Counter
 

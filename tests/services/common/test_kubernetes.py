@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count, product
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -29,6 +30,19 @@ from pdserve.services.worker.settings import WorkerSettings
 TARGET = "kubernetes:///router:grpc"
 CHANGES = 60
 Find = Callable[..., Discovery]
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKubernetes]:
+    """A fake API server that processes find as in a pod."""
+    made = FakeKubernetes(tmp_path)
+    made.start()
+    for name, value in made.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(kubernetes, "SERVICE_ACCOUNT", str(tmp_path))
+    monkeypatch.setattr(kubernetes, "MAX_BACKOFF_S", 0.5)
+    yield made
+    made.stop()
 
 
 @pytest.fixture
