@@ -1,4 +1,5 @@
-"""From messages to token ids and back, for gateway, picker and Python API."""
+"""From messages to token ids and back, for gateway, picker and Python API: chat templates,
+tokenizers, grammars from JSON schemas, and parsers of reasoning and tool calls."""
 
 from pdserve.text.answer_format import AUTO, AnswerFormat, ParserChoice
 from pdserve.text.choice import Choice, Delta, LogprobEntry, ScoredToken, only_text, scored

@@ -1,5 +1,5 @@
 """Constraints on which tokens a choice may generate: allowed ids, bad words, a thinking budget, a
-grammar.
+grammar (text/structured_output makes grammars from JSON schemas).
 
 Each constraint says which tokens may come next, as a function of the ids that the choice has
 generated.

@@ -1,1 +1,3 @@
-"""Code that all processes share: options, logs, lifecycle, errors, gRPC, authentication."""
+"""Code that all processes share: options, errors, logs, metrics, traces, lifecycle, gRPC,
+authentication, API keys with their rate limits and fair shares, and the discovery of other
+processes."""

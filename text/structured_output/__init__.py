@@ -1,5 +1,6 @@
-"""Compiles the structure that a request prescribes for its answer (a JSON schema, a grammar, a
-regular expression or a list of choices) to a grammar for decode workers."""
+"""Structured outputs: converts the JSON schema, regular expression, list of choices or grammar that
+a request prescribes for its answer to a grammar, which decode workers enforce
+(engine/constraints)."""
 
 from pdserve.text.structured_output.cache import StructureCache
 from pdserve.text.structured_output.schemas import without_annotations
