@@ -112,7 +112,7 @@ def config(
     timeout_s: float,
 ) -> dict[str, Any]:
     """A configuration that waits `timeout_s` for each answer of a picker. Its responses name in
-    headers the pod that served (x-served), and the picker's answer (x-told). No picker: as for a
+    headers the pod that served (x-served), and the picker's answer (x-picked). No picker: as for a
     Service without a ready pod."""
     http2 = {
         f"{TYPE}.extensions.upstreams.http.v3.HttpProtocolOptions".removeprefix(
@@ -122,7 +122,7 @@ def config(
             "explicit_http_config": {"http2_protocol_options": {}},
         }
     }
-    told = [("x-served", "%UPSTREAM_HOST%"), ("x-told", f"%REQ({DESTINATION})%")]
+    added = [("x-served", "%UPSTREAM_HOST%"), ("x-picked", f"%REQ({DESTINATION})%")]
     route = {
         "match": {"prefix": "/"},
         "route": {
@@ -131,7 +131,7 @@ def config(
             "retry_policy": {"retry_on": "connect-failure,refused-stream", "num_retries": 2},
         },
         "response_headers_to_add": [
-            {"header": {"key": key, "value": value}} for key, value in told
+            {"header": {"key": key, "value": value}} for key, value in added
         ],
     }
     manager = {

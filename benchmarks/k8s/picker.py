@@ -50,8 +50,8 @@ def chat(number: int) -> tuple[int, dict[str, Any]]:
 async def ask(client: httpx.AsyncClient, url: str, number: int) -> dict[str, Any]:
     conversation, body = chat(number)
     reply = await client.post(f"{url}/v1/chat/completions", json=body)
-    told, served = reply.headers.get("x-told", ""), reply.headers.get("x-served", "")
-    found = {"status": reply.status_code, "told": told, "served": served, "of": conversation}
+    picked, served = reply.headers.get("x-picked", ""), reply.headers.get("x-served", "")
+    found = {"status": reply.status_code, "picked": picked, "served": served, "of": conversation}
     if reply.status_code != 200:
         return found | {"error": reply.text[:300]}
     if body["stream"]:
@@ -87,7 +87,7 @@ def host_of(address: str) -> str:
 
 def figures_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
     good = [one for one in answers if one["status"] == 200]
-    first = [one["told"].partition(",")[0] for one in good]
+    first = [one["picked"].partition(",")[0] for one in good]
     placed = [host_of(one.get("placed", "")) == host_of(one["served"]) for one in good]
     later = good[CONVERSATIONS:]
     pods = defaultdict(set)

@@ -135,7 +135,7 @@ class ScaledCluster:
     # --- pods
 
     def of(self, name: str) -> list[Pod]:
-        """Pods of a Deployment that have not been told to terminate."""
+        """Pods of a Deployment that are not terminating."""
         role = {"pdserve-prefill": PREFILL, "pdserve-decode": DECODE}[name]
         return [p for p in self.pods if p.role == role and p.drains_since is None]
 

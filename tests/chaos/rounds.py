@@ -209,7 +209,7 @@ def nobody_resumes(cluster: Cluster, count: int, outcome: Outcome) -> None:
         if number % 2:
             cluster.start_router(address)
         thread.join()
-        wait_until(cluster.blocks_back, "blocks of requests that nobody resumes", limit_s=20)
+        wait_until(cluster.blocks_back, "blocks of requests that are not resumed", limit_s=20)
         outcome.unresumed_s.append(time.monotonic() - at)
         ended = sum(s.error != "" for s in streams)
         now = sum(load.park_expired for load in cluster.loads().values())

@@ -111,13 +111,18 @@ BREACHES: list[tuple[Rule, str, Callable[[Any], None], str]] = [
         "at once",
     ),
     (scaling.scalers, "HorizontalPodAutoscaler router", put("spec|maxReplicas", 2), "room"),
-    (scaling.metrics, "ScaledObject prefill", put(QUERY, "max(pdserve_backlog)"), "nobody emits"),
+    (
+        scaling.metrics,
+        "ScaledObject prefill",
+        put(QUERY, "max(pdserve_backlog)"),
+        "no process emits",
+    ),
     (scaling.metrics, "ScaledObject prefill", put(QUERY, "max(pdserve_router_queued"), "no query"),
     (
         scaling.metrics,
         "ScaledObject prefill",
         put(QUERY, 'sum(vllm:num_requests_running{pod=~"prefill.*"})'),
-        "nobody has",
+        "no workload has",
     ),
     (scaling.metrics, "ScaledObject prefill", remove("spec|triggers|0|metricType"), "ratio"),
     (
@@ -184,7 +189,12 @@ BREACHES: list[tuple[Rule, str, Callable[[Any], None], str]] = [
     (traffic.egress, "NetworkPolicy decode", put("spec|egress|0", INTERNET), "internet"),
     (traffic.egress, "NetworkPolicy decode", put("spec|egress|0", ANYWHERE), "anywhere"),
     (traffic.egress, "NetworkPolicy model", remove("spec|egress|0|to|0|ipBlock|except"), "private"),
-    (traffic.egress, "NetworkPolicy decode", put("spec|egress|1|ports|0|port", "kw"), "nobody has"),
+    (
+        traffic.egress,
+        "NetworkPolicy decode",
+        put("spec|egress|1|ports|0|port", "kw"),
+        "no workload has",
+    ),
     (scaling.budgets, "PodDisruptionBudget gateway", put("spec|maxUnavailable", 2), "budget"),
     (
         scaling.budgets,
@@ -242,10 +252,15 @@ BREACHES: list[tuple[Rule, str, Callable[[Any], None], str]] = [
         traffic.entrance,
         "Gateway",
         put("spec|listeners|0|tls|certificateRefs|0|name", "x"),
-        "nobody makes",
+        "no Certificate makes",
     ),
     (traffic.certificates, "Certificate decode", put("spec|issuerRef|name", "x"), "no issuer"),
-    (traffic.certificates, "Certificate decode", put("spec|secretName", "x"), "nobody makes"),
+    (
+        traffic.certificates,
+        "Certificate decode",
+        put("spec|secretName", "x"),
+        "no Certificate makes",
+    ),
     (pods.digests, "Deployment router", put(f"{ONLY}|image", "pdserve-control:latest"), "digest"),
     (pods.digests, "Deployment decode", put(f"{POD}|initContainers|0|image", "x"), "digest"),
     (

@@ -69,7 +69,7 @@ def cut_off(pair: Pair) -> None:
 
 
 def lose(pair: Pair, job: Request, tokens: int) -> int:
-    """Hand `asked` over and cut the connection after `tokens`; return how many decode has kept."""
+    """Hand `job` over and cut the connection after `tokens`; return how many decode has kept."""
     stop = Stop(pair, tokens)
     attempt = pair.hand_off(job)
     assert stop.reached.wait(LIMIT_S)

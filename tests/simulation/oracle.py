@@ -98,7 +98,7 @@ def _held(node: Node) -> dict[str, Any]:
         "jobs": len(part.engine.jobs.by_key),
         "used blocks": blocks.used,
         "reserved blocks": blocks.reserved,
-        "blocks that are nobody's": blocks.total
+        "blocks without an owner": blocks.total
         - blocks.free
         - blocks.cached
         - blocks.used

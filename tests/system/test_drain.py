@@ -50,7 +50,7 @@ def long_streams() -> list[Stream]:
 
 class Run:
     """Eight streams. The constructor returns when all are in progress, or immediately if the
-    streams are passed in `asked`."""
+    streams are passed in `request`."""
 
     def __init__(self, fleet: Fleet, request: list[Stream] | None = None) -> None:
         self.streams = request or streams()

@@ -83,8 +83,8 @@ PARAMS: list[tuple[dict[str, Any], GenerationDefaults, int, dict[str, Any]]] = [
 def test_parameters_of_the_engine(vocabulary: Tokenizer, subtests: pytest.Subtests) -> None:
     for sampling, defaults, prompt_len, expected in PARAMS:
         with subtests.test(sampling=sampling, defaults=defaults, prompt_len=prompt_len):
-            asked, steps = request(**sampling), preparation(vocabulary, defaults)
-            params = steps.params(asked, asked.sampling, Constraints(), [A] * prompt_len)
+            sent, steps = request(**sampling), preparation(vocabulary, defaults)
+            params = steps.params(sent, sent.sampling, Constraints(), [A] * prompt_len)
             assert {name: getattr(params, name) for name in expected} == expected
 
 

@@ -323,7 +323,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _has_unread(self) -> bool:
         """Return whether the client has not received all written bytes. On TLS connections the
-        transport does not know this, so the operating system is asked for unacknowledged bytes."""
+        transport does not know this; the operating system counts the unacknowledged bytes."""
         if self.transport.get_write_buffer_size():
             return True
         if self.transport.get_extra_info("ssl_object") is None:

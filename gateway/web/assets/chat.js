@@ -152,7 +152,7 @@ byId("to-end").onclick = () => {
 
 // --- asking
 
-/** Whether the model can be asked; if not, a person sees what to do. */
+/** Whether a message can be sent; if not, the page shows what to do. */
 function isReady() {
   if (!settings.read()) {
     settings.toggle(true);

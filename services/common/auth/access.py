@@ -68,8 +68,8 @@ class TlsFiles:
         cannot be read.
 
         gRPC asks for changed files at each new connection, for one connection at a time, and frees
-        the old files if it receives new ones. A connection of another thread that asked just before
-        may still be about to use the old files, and then the process crashes
+        the old files if it receives new ones. A connection of another thread that did so just
+        before may still be about to use the old files, and then the process crashes
         (https://github.com/grpc/grpc/issues/36693). So gRPC receives files only if they differ from
         the current ones, and after a pause in which that other connection takes the old files; the
         calling thread does no other work during the pause. A key that does not match its

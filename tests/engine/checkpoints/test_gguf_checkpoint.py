@@ -346,7 +346,7 @@ def test_gguf_checkpoint_takes_its_mapping_from_the_caller(tmp_path: Path) -> No
     gguf = write_gguf(folder, tmp_path / "model.gguf")
 
     def nothing(arch: str) -> tuple[str, object]:
-        raise CheckpointError(f"asked for {arch}")
+        raise CheckpointError(f"no mapping for {arch}")
 
-    with pytest.raises(CheckpointError, match="asked for llama"):
+    with pytest.raises(CheckpointError, match="no mapping for llama"):
         GgufCheckpoint(gguf, nothing)  # type: ignore[arg-type]

@@ -212,7 +212,7 @@ def test_a_process_that_does_not_read_blocks_no_caller(
 
     asker = threading.Thread(target=ask)
     asker.start()
-    wait_until(lambda: len(stopped) == 2, "a process that is asked")
+    wait_until(lambda: len(stopped) == 2, "the check to start a process")
     box.close()
     asker.join(20)
     assert [str(error) for error in errors] == ["the grammar sandbox is closed"]

@@ -275,9 +275,9 @@ async def test_a_request_whose_worker_is_unknown_starts_over(sharded):
     assert last.WhichOneof("event") == "finished"
     assert ids == list(range(100, 106))
     assert all(sharded[a].starts[0].placement.decode_incarnation == incarnation for a in others[:2])
-    (anew,) = [a for a in others[2:] if sharded[a].starts]
-    assert not sharded[anew].starts[0].HasField("placement")
-    assert sharded[anew].starts[0].choices[0].generated_ids == [100, 101, 102]
+    (third,) = [a for a in others[2:] if sharded[a].starts]
+    assert not sharded[third].starts[0].HasField("placement")
+    assert sharded[third].starts[0].choices[0].generated_ids == [100, 101, 102]
 
 
 async def test_a_router_that_knows_all_workers_does_not_hide_models_of_others(sharded):

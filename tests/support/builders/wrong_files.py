@@ -375,7 +375,7 @@ GGUF_FILES = {
         keys(llama__attn_logit_softcapping=30.0), "attn_logit_softcapping"
     ),
     "gguf: scale of logits": WrongFile(keys(llama__logit_scale=2.0), "logit_scale"),
-    "gguf: a key that nobody knows": WrongFile(keys(llama__spiral=1), "llama.spiral"),
+    "gguf: an unknown key": WrongFile(keys(llama__spiral=1), "llama.spiral"),
     "gguf: rope": WrongFile(keys(llama__rope__scaling__type="spiral"), "spiral|scaling.factor"),
     "gguf: values of other dims": WrongFile(
         keys(llama__attention__value_length=9), "values have 9 dims"
@@ -392,7 +392,7 @@ GGUF_FILES = {
     "gguf: lost tensor": WrongFile(
         rewritten(tensors=lambda held: held.pop("output_norm.weight")), "missing 1 tensors"
     ),
-    "gguf: a tensor that nobody knows": WrongFile(
+    "gguf: an unknown tensor": WrongFile(
         rewritten(tensors=lambda held: held.update(more=held["output_norm.weight"])), "tensor more"
     ),
     "gguf: shape": WrongFile(rewritten(tensors=_short_norm), r"is \[40\], config says \[48\]"),

@@ -86,7 +86,7 @@ class FakeCopy:
 
     def wait(self) -> None:
         if not self.ended.wait(LIMIT_S):
-            raise DeviceError("a fake copy that nobody runs")
+            raise DeviceError("the simulated copy was not run")
 
 
 class FakeStream:

@@ -73,7 +73,7 @@ class Worker:
         """Implements Dialer.dial."""
         if self.refuses:
             self.num_refused += 1
-            raise TransportRefused("nobody there")
+            raise TransportRefused("no listener")
         world = self.world
         size = slot_bytes(self.engine.kv.spec)
         here = MemoryLink(self.sender, target.incarnation, size, world.clock)

@@ -330,7 +330,7 @@ class Handoff:
         scratches = [slot.scratch for slot in slots if slot.scratch is not None]
         scratches += self.prefill.device.spare + self.decode.device.spare
         if len(scratches) != self.gpu.num_pinned:
-            raise Stuck("a scratch is stuck: nobody has it")
+            raise Stuck("a scratch is stuck: no connection has it")
         if not all(scratch.event.done() for scratch in scratches):
             raise Stuck("a scratch is stuck: its copy does not end")
 

@@ -379,7 +379,7 @@ def read_frame(w: World, a: int, frame: Frame) -> None:
         target = it.table[block]
         if not w.decode_blocks().may_write(a, target):
             owner = w.decode_blocks().owner(target)
-            whose = w.model.title(owner) if owner is not None else "nobody"
+            whose = w.model.title(owner) if owner is not None else "no attempt"
             raise Violation(f"a late frame is written into a block of {whose}")
         put(w, target, value)
     it.bitmap |= 1 << index

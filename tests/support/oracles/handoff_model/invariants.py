@@ -41,12 +41,12 @@ def check_end(w: World) -> None:
     frozen = [w.decode.frozen, *(w.prefill(p).frozen for p in range(w.model.config.prefills))]
     if not w.decode.frozen:
         if not w.decode_blocks().idle:
-            raise Violation("decode holds blocks for nobody")
+            raise Violation("decode holds blocks for no attempt")
         if w.decode.promised:
             raise Violation("a promise was never given back")
         live = [a for a in w.present if w.model.live_lease(w.attempt(a).lease)]
         if live:
-            raise Violation("decode serves an attempt that nobody waits for")
+            raise Violation("decode serves an attempt without a client")
         for r in range(len(w.model.config.prompts)):
             req = w.request(r)
             if not req.answer and not any(frozen):
@@ -55,4 +55,4 @@ def check_end(w: World) -> None:
                 raise Violation(f"request {r} was answered and goes on")
     for p in range(w.model.config.prefills):
         if not w.prefill(p).frozen and not w.prefill_blocks(p).idle:
-            raise Violation(f"prefill worker {p} holds blocks for nobody")
+            raise Violation(f"prefill worker {p} holds blocks for no attempt")

@@ -91,8 +91,8 @@ class Handoffs(States[Handoff]):
         self.holds: list[bool] = []
         self.promised: list[bool] = []
         self.linked: list[bool] = []
-        nobody = Handoff(Side.SEND, DEADLINE, Phase.RELEASED, reason="no such attempt")
-        self.number(nobody)
+        unknown = Handoff(Side.SEND, DEADLINE, Phase.RELEASED, reason="no such attempt")
+        self.number(unknown)
         self.receive = self.number(Handoff(Side.RECEIVE, DEADLINE))
         self.send = self.number(Handoff(Side.SEND, DEADLINE))
 

@@ -179,7 +179,7 @@ class DecodeBlocks:
         for block in range(1, pool.num_blocks + 1):
             named = sum(table.count(block) for table in tables)
             if named != pool._used[block] + pool._reserved[block]:
-                raise Violation(f"block {block} has references that nobody holds")
+                raise Violation(f"block {block} has references without a holder")
 
     @property
     def idle(self) -> bool:
@@ -212,7 +212,7 @@ class PrefillBlocks:
     def check(self) -> None:
         held = sum(map(len, self.tables.values()))
         if held != self.pool.counts().used:
-            raise Violation("a prefill worker's blocks are held by nobody")
+            raise Violation("a prefill worker's blocks have no holder")
 
     @property
     def idle(self) -> bool:

@@ -279,7 +279,7 @@ def _queue(w: World, r: int) -> None:
 
 def answer(req: Req, what: str) -> None:
     if req.answer:
-        raise Violation(f"the client was told {req.answer!r} and now {what!r}")
+        raise Violation(f"the client got {req.answer!r} and now gets {what!r}")
     req.answer = what
 
 

@@ -38,7 +38,7 @@ def spread(manifests: list[Manifest]) -> Iterator[str]:
         if workload.kind == "LeaderWorkerSet":
             notes = workload.manifest["metadata"].get("annotations", {})
             if not notes.get("leaderworkerset.sigs.k8s.io/exclusive-topology"):
-                yield f"{workload.name} has no topology of its own"
+                yield f"{workload.name} has no topology"
             continue
         over = {
             c["topologyKey"]

@@ -94,9 +94,9 @@ def metrics(manifests: list[Manifest]) -> Iterator[str]:
                 continue
             for metric, pod in found:
                 if not {metric, SAMPLE.sub("", metric)} & known:
-                    yield f"{what} asks for {metric}, which nobody emits"
+                    yield f"{what} asks for {metric}, which no process emits"
                 if pod and not any(re.fullmatch(pod, f"{p}-0") for p in pods):
-                    yield f"{what} asks for pods {pod}, which nobody has"
+                    yield f"{what} asks for pods {pod}, which no workload has"
 
 
 def selectors(query: Any) -> Iterator[tuple[str, str]]:

@@ -87,7 +87,7 @@ def egress(manifests: list[Manifest]) -> Iterator[str]:
                 names = {p["name"] for w in met for c in w.containers for p in c.get("ports", [])}
                 wanted = {p["port"] for p in rule.get("ports", []) if isinstance(p["port"], str)}
                 if wanted - names:
-                    yield f"{policy['metadata']['name']}: nobody has port {wanted - names}"
+                    yield f"{policy['metadata']['name']}: no workload has port {wanted - names}"
 
 
 def entrance(manifests: list[Manifest]) -> Iterator[str]:
@@ -105,7 +105,7 @@ def entrance(manifests: list[Manifest]) -> Iterator[str]:
         if listener["protocol"] not in ("HTTPS", "TLS") or not refs:
             yield f"listener {name} speaks in clear"
         elif {r["name"] for r in refs} - secrets:
-            yield f"listener {name} has a certificate that nobody makes"
+            yield f"listener {name} has a certificate that no Certificate makes"
     longest = max(
         (w.number("PDSERVE_REQUEST_TIMEOUT_S") or 0 for w in workloads(manifests)), default=0
     )
@@ -160,4 +160,4 @@ def certificates(manifests: list[Manifest]) -> Iterator[str]:
     for workload in workloads(manifests):
         for volume in workload.pod.get("volumes", []):
             if volume["name"] == "tls" and volume["secret"]["secretName"] not in made:
-                yield f"{workload.name} has a certificate that nobody makes"
+                yield f"{workload.name} has a certificate that no Certificate makes"
