@@ -1,5 +1,5 @@
 """The cost of the engine's Python code per row and step, with a model that computes nothing and
-picks that are ready at once. The minimum of several runs counts: other load on the machine only
+tokens that are ready at once. The minimum of several runs counts: other load on the machine only
 adds."""
 
 import json
@@ -35,8 +35,8 @@ class NoModel:
         return hidden
 
 
-class ReadyPicks:
-    """Picks of token 3 for each row."""
+class ReadyTokens:
+    """Token 3 for each row."""
 
     def __init__(self, count: int) -> None:
         self.tokens = np.full(count, 3)
@@ -46,15 +46,15 @@ class ReadyPicks:
 
 
 class ReadySampling:
-    """Streams and picks that cost nothing."""
+    """Streams and samples that cost nothing."""
 
     def stream(self, settings: StreamSettings, vocab: int) -> StreamSettings:
         return settings
 
     def begin(
         self, logits: Any, rows: list[int], streams: list[Any], num_generated: list[int]
-    ) -> ReadyPicks:
-        return ReadyPicks(len(rows))
+    ) -> ReadyTokens:
+        return ReadyTokens(len(rows))
 
     def sample(
         self,

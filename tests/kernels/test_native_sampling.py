@@ -135,9 +135,9 @@ def test_filters(
     spread: float,
     kind: str,
 ) -> None:
-    """Native and reference sampling can pick the same tokens, which a large number of draws shows.
+    """Native and reference sampling can choose the same tokens, as a large number of draws shows.
 
-    At a high temperature the noise decides: each draw picks some kept token, and the best of the
+    At a high temperature the noise decides: each draw takes some kept token, and the best of the
     kept tokens equals the reference's.
     """
     logits = some_logits(seed, 1, vocab, spread)
@@ -257,7 +257,7 @@ def test_all_targets_and_thread_counts_give_the_same_bits() -> None:
     st.sampled_from([{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.1}, {"logit_bias": {0: 3.0}}]),
     st.sampled_from([0.0, 1.0]),
 )
-def test_masked_picks_equal_the_reference(
+def test_masked_samples_equal_the_reference(
     isa: str, seed: int, vocab: int, share: float, options: dict[str, Any], temperature: float
 ) -> None:
     """The last of three rows has no mask. Masks have more bits than there are tokens."""
@@ -280,7 +280,7 @@ def test_masked_picks_equal_the_reference(
             assert row[token] == row[bits].max()
 
 
-def test_masked_picks_do_not_depend_on_the_number_of_allowed_tokens(
+def test_masked_samples_do_not_depend_on_the_number_of_allowed_tokens(
     subtests: pytest.Subtests,
 ) -> None:
     """Scores have ties; scores of forbidden tokens are higher or not finite."""

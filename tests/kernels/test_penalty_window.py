@@ -73,7 +73,7 @@ def test_the_reference_equals_edits_from_all_ids(subtests: pytest.Subtests) -> N
     assert matters > 500
 
 
-def test_native_picks_equal_those_from_all_ids(subtests: pytest.Subtests) -> None:
+def test_native_samples_equal_those_from_all_ids(subtests: pytest.Subtests) -> None:
     ops = CpuSampling(_native.Context(1))  # edit code is the same for every ISA
     for kind, window, prompt_len in product(KINDS, WINDOWS, PROMPT_LENS):
         with subtests.test(kind=kind, window=window, prompt_len=prompt_len):

@@ -28,7 +28,7 @@ FEW = (
         for shape in ("16 tokens by 16 separate", "256 tokens by 128 looped")
     ),
     "experts Q4_K/0 torch.bfloat16 16 tokens",
-    "every kind of pick, 151936 tokens",
+    "every kind of sample, 151936 tokens",
     "sum and norm of 4096",
     "gated silu",
     "sums of splits and norm of 4096",

@@ -288,7 +288,7 @@ def sampling() -> list[tuple[str, Callable[[], object]]]:
     return [
         (f"{name}, {vocab} tokens", partial(call, vocab))
         for vocab in VOCABS
-        for name, call in (("every kind of pick", _step), ("log-probabilities", _logprobs))
+        for name, call in (("every kind of sample", _step), ("log-probabilities", _logprobs))
     ]
 
 

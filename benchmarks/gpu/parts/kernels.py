@@ -308,12 +308,12 @@ def activations(part: MeasuredPart) -> Iterator[Case]:
 
 
 def sampling(part: MeasuredPart) -> None:
-    """The tokens equal the reference's picks on the host, and log-probabilities those in
+    """The tokens equal the reference's on the host, and log-probabilities those in
     float64."""
     small = part.fake or part.smallest
     unlike = total = 0
     for rows, vocab in ((4, 300),) if small else ((4000, 1000), (256, 151936)):
-        logits, tokens, others = picks(part, rows, vocab)
+        logits, tokens, others = sampled_tokens(part, rows, vocab)
         unlike += sum(a != b for a, b in zip(tokens, others, strict=True))
         total += rows
     part.note(unlike_tokens=unlike, tokens=total)
@@ -323,8 +323,10 @@ def sampling(part: MeasuredPart) -> None:
     part.note(logprob_error=error)
 
 
-def picks(part: MeasuredPart, rows: int, vocab: int) -> tuple[Tensor, list[int], list[int]]:
-    """Logits, and the tokens that both pick from them."""
+def sampled_tokens(
+    part: MeasuredPart, rows: int, vocab: int
+) -> tuple[Tensor, list[int], list[int]]:
+    """Logits, and the tokens that both sample from them."""
     kinds = (
         StreamSettings(temperature=0.0),
         StreamSettings(temperature=0.6, seed=5),
@@ -333,11 +335,11 @@ def picks(part: MeasuredPart, rows: int, vocab: int) -> tuple[Tensor, list[int],
         StreamSettings(frequency_penalty=0.9, penalty_window=3, prompt_ids=(3, 4), seed=9),
     )
     logits = 3 * drawn(part, rows, vocab)
-    picked = []
+    sampled = []
     for ops, scores in ((CudaSampling(), logits), (reference, logits.cpu())):
         streams = [ops.stream(kinds[n % len(kinds)], vocab) for n in range(rows)]
-        picked.append(ops.sample(scores, list(range(rows)), streams, [[1, 2]] * rows))
-    return logits, picked[1], picked[0]
+        sampled.append(ops.sample(scores, list(range(rows)), streams, [[1, 2]] * rows))
+    return logits, sampled[1], sampled[0]
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class StepRecord:
     bytes: int
     operations: int
     start: Any = None  # events: of a recorded step
-    end: Any = None  # of its picks
+    end: Any = None  # of its sampling
 
 
 class MeteredDecoder:
@@ -87,17 +87,17 @@ class MeteredDecoder:
 
 
 class TimedSampling(CudaSampling):
-    """Record an event after each step's picks."""
+    """Record an event after each step's sampling."""
 
     def __init__(self, stream: Any, device: str, steps: list[StepRecord]) -> None:
         super().__init__(stream)
         self._events, self._device, self._steps = stream, device, steps
 
     def begin(self, *args: Any) -> Any:
-        picks = super().begin(*args)
+        tokens = super().begin(*args)
         self._steps[-1].end = make_event(self._device)
         self._steps[-1].end.record(self._events)
-        return picks
+        return tokens
 
 
 class TimedRecorder:

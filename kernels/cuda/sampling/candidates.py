@@ -1,9 +1,9 @@
-"""Computes top_k, top_p and min_p on the device: for each pick (one stream's next token) with such
-a filter, the floor below which its logits / T are excluded.
+"""Computes top_k, top_p and min_p on the device: for each sample (one stream's next token) with
+such a filter, the floor below which its logits / T are excluded.
 
 Both top_k and top_p need the largest float such that enough tokens, or enough probability mass, lie
-on or above it. One program per pick searches between `low`, which has enough, and `high`, which has
-not, both as integers in the order of the floats. It guesses a float in between and gathers the
+on or above it. One program per sample searches between `low`, which has enough, and `high`, which
+has not, both as integers in the order of the floats. It guesses a float in between and gathers the
 scores from there to `high`. Once these are at most BLOCK and enough, the search continues in
 registers. A wrong guess costs one more pass over the row and never changes the result.
 
@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.cuda.sampling.picks import Survey
 from pdserve.kernels.cuda.sampling.records import (
     LOG_MIN_P,
     TEMPERATURE,
@@ -25,6 +24,7 @@ from pdserve.kernels.cuda.sampling.records import (
     field,
     scores_of,
 )
+from pdserve.kernels.cuda.sampling.samples import Survey
 
 BLOCK = 4096  # at most this many tokens have a probability of 2^-12 or more
 LOWEST = tl.constexpr(-2139095041)  # order_of(-inf)
@@ -67,7 +67,7 @@ def _scaled(scores, ids, vocab, temperature):
 
 @triton.jit
 def _gather(scores, vocab, temperature, low, high, gathered, BLOCK: tl.constexpr):
-    """Count the scores / T of one pick that are in [low, high), and store the first BLOCK of them
+    """Count the scores / T of one sample that are in [low, high), and store the first BLOCK of them
     in `gathered`."""
     tl.debug_barrier()  # all threads have read the previous content of `gathered`
     count = 0
@@ -206,7 +206,7 @@ def _guess_kth(scores, vocab, temperature, k, BLOCK: tl.constexpr):
 @triton.jit
 def floors_kernel(
     records,
-    filtered_picks,
+    filtered_samples,
     logits,
     stride,
     edited_scores,
@@ -219,22 +219,22 @@ def floors_kernel(
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the floor of one pick with filters: tokens whose logit / T is below the floor are
+    """Compute the floor of one sample with filters: tokens whose logit / T is below the floor are
     excluded."""
     slot = tl.program_id(0).to(tl.int64)
-    pick = tl.load(filtered_picks + slot).to(tl.int64)
+    sample = tl.load(filtered_samples + slot).to(tl.int64)
     gathered += slot * BLOCK
-    temperature = field(records, pick, TEMPERATURE, tl.float32)
+    temperature = field(records, sample, TEMPERATURE, tl.float32)
     tiles = tl.arange(0, TILES)
-    index = pick * num_tiles + tiles
+    index = sample * num_tiles + tiles
     tops = tl.load(best + index, mask=tiles < num_tiles, other=float("-inf"))
     tops = tl.math.div_rn(tops, temperature)
     peak = tl.max(tops, 0)
     if (peak > float("-inf")) & (peak < float("inf")):
-        scores = scores_of(records, pick, logits, stride, edited_scores, vocab)
+        scores = scores_of(records, sample, logits, stride, edited_scores, vocab)
         low = tl.full((), LOWEST, tl.int32)
-        top_k = field(records, pick, TOP_K, tl.int32)
-        top_p = field(records, pick, TOP_P, tl.float64)
+        top_k = field(records, sample, TOP_K, tl.int32)
+        top_p = field(records, sample, TOP_P, tl.float64)
         unknown_count = tl.full((), BLOCK + 1, tl.int32)
         narrowed = (top_k > 0) & (top_k < vocab)
         if narrowed:
@@ -279,19 +279,19 @@ def floors_kernel(
                 True,
                 BLOCK,
             )
-        floor = tl.maximum(value_of(low), peak + field(records, pick, LOG_MIN_P, tl.float32))
-        tl.store(floors + pick, tl.minimum(floor, peak))
+        floor = tl.maximum(value_of(low), peak + field(records, sample, LOG_MIN_P, tl.float32))
+        tl.store(floors + sample, tl.minimum(floor, peak))
 
 
-def floors_of(survey: Survey, filtered_picks: Tensor) -> Tensor:
-    """Compute the floors of `filtered_picks`, int32 [n]: tokens whose logit / T is below the floor
-    are excluded. Returns float32 [picks]; the floors of other picks are undefined."""
-    num_picks, num_filtered, device = len(survey.best), len(filtered_picks), survey.best.device
-    floors = torch.empty(num_picks, device=device)
+def floors_of(survey: Survey, filtered_samples: Tensor) -> Tensor:
+    """Compute the floors of `filtered_samples`, int32 [n]: tokens whose logit / T is below the
+    floor are excluded. Returns float32 [samples]; the floors of other samples are undefined."""
+    num_samples, num_filtered, device = len(survey.best), len(filtered_samples), survey.best.device
+    floors = torch.empty(num_samples, device=device)
     gathered = torch.empty(num_filtered, BLOCK, device=device)
     floors_kernel[(num_filtered,)](
         survey.records,
-        filtered_picks,
+        filtered_samples,
         *survey.scores,
         survey.num_tiles,
         survey.best,

@@ -1,7 +1,7 @@
-"""The record that the host sends to the device for each pick of a step, the choice of one token:
+"""The record that the host sends to the device for each sample of a step, the choice of one token:
 one packed RECORD.
 
-`position` is the number of generated ids. `edited` is the pick's row in the edited scores, -1 if
+`position` is the number of generated ids. `edited` is the sample's row in the edited scores, -1 if
 the logits are not edited. `mask` is the start of its mask in the step's words, -1 for none. `fresh`
 and `num_fresh` select the step's words for its marks: ids that the marks do not count yet, and -1 -
 id for ids that have left the penalty window. `marks` and `bias` are addresses of the stream's
@@ -51,24 +51,24 @@ FRESH, NUM_FRESH = _offset("fresh"), _offset("num_fresh")
 
 
 @triton.jit
-def field(records, pick, offset: tl.constexpr, dtype: tl.constexpr):
-    """Load one field of a pick's record; `records` points to the bytes of all records."""
-    return tl.load((records + pick * SIZE + offset).to(tl.pointer_type(dtype)))
+def field(records, sample, offset: tl.constexpr, dtype: tl.constexpr):
+    """Load one field of a sample's record; `records` points to the bytes of all records."""
+    return tl.load((records + sample * SIZE + offset).to(tl.pointer_type(dtype)))
 
 
 @triton.jit
-def is_filtered(records, pick):
-    """Return whether a pick has a top_k, top_p or min_p that excludes tokens."""
-    narrowed = (field(records, pick, TOP_K, tl.int32) > 0) | (
-        field(records, pick, TOP_P, tl.float64) < 1
+def is_filtered(records, sample):
+    """Return whether a sample has a top_k, top_p or min_p that excludes tokens."""
+    narrowed = (field(records, sample, TOP_K, tl.int32) > 0) | (
+        field(records, sample, TOP_P, tl.float64) < 1
     )
-    return narrowed | (field(records, pick, LOG_MIN_P, tl.float32) > float("-inf"))
+    return narrowed | (field(records, sample, LOG_MIN_P, tl.float32) > float("-inf"))
 
 
 @triton.jit
-def scores_of(records, pick, logits, stride, edited_scores, vocab):
-    """Return a pointer to the scores [vocab] from which a token is picked: a row of the edited
-    scores if the pick's logits are edited, else of the logits."""
-    edited = field(records, pick, EDITED, tl.int32).to(tl.int64)
-    row = field(records, pick, ROW, tl.int32).to(tl.int64)
+def scores_of(records, sample, logits, stride, edited_scores, vocab):
+    """Return a pointer to the scores [vocab] from which a token is sampled: a row of the edited
+    scores if the sample's logits are edited, else of the logits."""
+    edited = field(records, sample, EDITED, tl.int32).to(tl.int64)
+    row = field(records, sample, ROW, tl.int32).to(tl.int64)
     return tl.where(edited >= 0, edited_scores + edited * vocab, logits + row * stride)

@@ -1,8 +1,8 @@
 """Sampling of a step on the device: `stream`, `sample` and `logprobs` of kernels/sampling_ops.py.
 
-A pick is the choice of one stream's next token. A step is one upload (a record per pick, ids and
-masks), two to five launches for any number of picks, and one copy back. A pick depends only on its
-logits and stream.
+A sample is the choice of one stream's next token. A step is one upload (a record per sample, ids
+and masks), two to five launches for any number of samples, and one copy back. A sample depends only
+on its logits and stream.
 """
 
 import math
@@ -16,13 +16,13 @@ from torch import Tensor
 from pdserve.kernels.cuda.sampling.candidates import floors_of
 from pdserve.kernels.cuda.sampling.logit_edits import edit, new_bias, new_marks
 from pdserve.kernels.cuda.sampling.logprobs import logprobs
-from pdserve.kernels.cuda.sampling.picks import Survey
 from pdserve.kernels.cuda.sampling.records import RECORD
+from pdserve.kernels.cuda.sampling.samples import Survey
 from pdserve.kernels.sampling_ops import GREEDY_BELOW, Mask, StreamSettings, TokenScores
 
 
 class CudaTokenStream:
-    """The sampling state of one token stream: the constant part of its picks' records, and its
+    """The sampling state of one token stream: the constant part of its samples' records, and its
     marks on the device once its logits are edited.
 
     The stream owns these tensors. A step that still runs may read them after they are freed,
@@ -55,7 +55,7 @@ class CudaTokenStream:
         self.record = constant.tobytes()
 
     def edits(self, num_generated: int) -> bool:
-        """Return whether bias, penalties or hidden ids edit the logits of the stream's next pick;
+        """Return whether bias, penalties or hidden ids edit the logits of the stream's next sample;
         masks do not count."""
         return self.always_edits or num_generated < self.hides_until
 
@@ -82,7 +82,7 @@ class CudaTokenStream:
             return []
         if len(generated) < self.num_counted:
             raise ValueError(
-                f"generated: shorter than at the stream's last pick: {len(generated)} ids, "
+                f"generated: shorter than at the stream's last sample: {len(generated)} ids, "
                 f"expected at least {self.num_counted}"
             )
         ids, removed = self.settings.penalty_changes(generated, self.num_counted)
@@ -92,10 +92,10 @@ class CudaTokenStream:
 
 
 class CudaSampledTokens:
-    """The tokens of launched picks on the device, and their queued copy to the host."""
+    """The tokens of launched samples on the device, and their queued copy to the host."""
 
     def __init__(self, tokens: Tensor) -> None:
-        """Queue the copy of `tokens`, int32 [picks], to the host; the current stream computes
+        """Queue the copy of `tokens`, int32 [samples], to the host; the current stream computes
         them."""
         self.tokens = tokens
         self._copied: torch.cuda.Event | None = None
@@ -115,7 +115,7 @@ class CudaSampledTokens:
 
 
 class CudaSampling:
-    """Sampling on one CUDA stream of the logits' device; a step picks one token for each token
+    """Sampling on one CUDA stream of the logits' device; a step samples one token for each token
     stream."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -166,14 +166,14 @@ class CudaSampling:
         generated: Sequence[Sequence[int]],
         masks: list[Mask | None] | None = None,
     ) -> Tensor:
-        """Launch at least one pick; return the tokens, int32 [picks] on the device, without waiting
-        for them. For streams without penalties, only the lengths of `generated` matter.
+        """Launch at least one sample; return the tokens, int32 [samples] on the device, without
+        waiting for them. For streams without penalties, only the lengths of `generated` matter.
 
         Raises ValueError for a row, an id, a mask or a vocabulary that does not match, TypeError
         for logits that are not float32 with adjacent columns.
         """
         vocab = _check_step(logits, rows, streams, generated, masks)
-        num_picks, device = len(rows), logits.device
+        num_samples, device = len(rows), logits.device
         edited = [
             i
             for i, stream in enumerate(streams)
@@ -193,18 +193,18 @@ class CudaSampling:
             [packed.view(np.uint8), lists.view(np.uint8), words.view(np.uint8)], device
         )
         records, numbers = uploaded[: packed.nbytes], uploaded[packed.nbytes :].view(torch.int32)
-        edited_picks, filtered_picks = numbers[: len(edited)], numbers[len(edited) : len(lists)]
+        edited_samples, filtered_samples = numbers[: len(edited)], numbers[len(edited) : len(lists)]
 
         scores = logits
         if edited:
-            scores = edit(records, numbers[len(lists) :], edited_picks, logits, vocab)
+            scores = edit(records, numbers[len(lists) :], edited_samples, logits, vocab)
             for i in edited:
                 streams[i].num_counted = len(generated[i])
-        survey = Survey(records, logits, scores, vocab, num_picks)
-        floors = survey.best  # read for filtered picks only
+        survey = Survey(records, logits, scores, vocab, num_samples)
+        floors = survey.best  # read for filtered samples only
         if filtered:
-            floors = floors_of(survey, filtered_picks)
-            survey.bound_filtered(filtered_picks, floors)
+            floors = floors_of(survey, filtered_samples)
+            survey.bound_filtered(filtered_samples, floors)
         return survey.choose(floors)
 
     def logprobs(
@@ -273,7 +273,7 @@ def _check_step(
         )
     if masks is not None:
         if len(masks) != len(rows):
-            raise ValueError("masks: expected a mask or None for each pick")
+            raise ValueError("masks: expected a mask or None for each sample")
         for mask in masks:
             if mask is None:
                 continue

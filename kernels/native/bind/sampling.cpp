@@ -1,4 +1,4 @@
-// Sampling for Python: one call picks the tokens of a whole step, in parallel over the rows.
+// Sampling for Python: one call samples the tokens of a whole step, in parallel over the rows.
 #include "bind.h"
 
 #include <nanobind/stl/optional.h>
@@ -154,7 +154,7 @@ struct Ranked {
   int64_t id;
 };
 
-// Picks tokens on a context's threads; owns their scratch memory.
+// Samples tokens on a context's threads; owns their scratch memory.
 class NativeSampler {
  public:
   explicit NativeSampler(Context& context) : context_(context), scratch_(context.pool.threads()) {}
@@ -184,7 +184,7 @@ class NativeSampler {
     {
       nb::gil_scoped_release release;
       context_.pool.run(static_cast<int64_t>(count), [&](int64_t i, int worker) {
-        draws_[i].token = pick(draws_[i], vocab, scratch_[worker].data());
+        draws_[i].token = sample_token(draws_[i], vocab, scratch_[worker].data());
       });
     }
     nb::list tokens;
@@ -256,15 +256,15 @@ class NativeSampler {
     }
   }
 
-  // Returns the picked token; -1 if the best score is not finite.
-  int64_t pick(const Draw& draw, int64_t vocab, float* scratch) const {
+  // Returns the sampled token; -1 if the best score is not finite.
+  int64_t sample_token(const Draw& draw, int64_t vocab, float* scratch) const {
     const pdserve::Kernels& k = context_.kernels;
     const Stream& stream = *draw.stream;
     const float* scores = draw.scores;
     if (draw.mask && !stream.edits() && !stream.filter.active()) {
       int64_t ids[kMaxSparse];
       int64_t count = sparse_ids(draw.mask, vocab, ids);
-      if (count >= 0) return pick_sparse(ids, count, scores, stream);
+      if (count >= 0) return sample_sparse(ids, count, scores, stream);
     }
     if (draw.mask || stream.edits()) {
       if (draw.mask) {
@@ -286,8 +286,8 @@ class NativeSampler {
     return k.gumbel_argmax(scores, temperature, floor, stream.key(), vocab);
   }
 
-  // Picks like `pick` among the tokens that a sparse mask allows, in the order of their ids.
-  int64_t pick_sparse(const int64_t* ids, int64_t count, const float* scores,
+  // Samples like `sample_token` among the tokens of a sparse mask, in the order of their ids.
+  int64_t sample_sparse(const int64_t* ids, int64_t count, const float* scores,
                       const Stream& stream) const {
     int64_t best = -1;
     for (int64_t i = 0; i < count; ++i) {
@@ -373,7 +373,7 @@ void make_stream(Stream* self, int64_t vocab, double temperature, int64_t top_k,
 }  // namespace
 
 void bind_sampling(nb::module_& m) {
-  nb::class_<Stream>(m, "Stream", "What picks the tokens of one choice.")
+  nb::class_<Stream>(m, "Stream", "The sampling state of one choice.")
       .def("__init__", &make_stream, nb::arg("vocab"), nb::kw_only(), nb::arg("temperature") = 0.0,
            nb::arg("top_k") = 0, nb::arg("top_p") = 1.0, nb::arg("min_p") = 0.0,
            nb::arg("seed") = 0, nb::arg("choice") = 0, nb::arg("repetition_penalty") = 1.0,
@@ -383,13 +383,13 @@ void bind_sampling(nb::module_& m) {
            nb::arg("masked_ids") = std::vector<int64_t>{}, nb::arg("min_tokens") = 0,
            nb::arg("prompt_ids") = std::vector<int64_t>{},
            "See kernels/sampling_ops.py for the parameters. ValueError for ids outside the vocabulary.");
-  nb::class_<NativeSampler>(m, "NativeSampler", "Picks tokens on the threads of a context.")
+  nb::class_<NativeSampler>(m, "NativeSampler", "Samples tokens on the threads of a context.")
       .def(nb::init<Context&>(), nb::arg("context"), nb::keep_alive<1, 2>())
       .def("sample", &NativeSampler::sample, nb::arg("logits").noconvert(), nb::arg("rows"),
            nb::arg("streams"), nb::arg("generated"), nb::arg("masks") = nb::none(),
            "The next token of each stream, from row rows[i] of float32 logits [n, vocab] and the\n"
            "ids that it has generated: token ids, -1 where the best score is not finite. A mask,\n"
-           "uint32 [(vocab + 31) / 32], has a bit for every token that may be picked.")
+           "uint32 [(vocab + 31) / 32], has a bit for every token that may be sampled.")
       .def("logprobs", &NativeSampler::logprobs, nb::arg("logits").noconvert(), nb::arg("tokens"),
            nb::arg("count"), nb::arg("also") = std::vector<int64_t>{},
            "Of tokens[r] under row r: (log-probability, ((id, log-probability), ...) of the count\n"

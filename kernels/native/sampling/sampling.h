@@ -10,7 +10,7 @@ struct NoiseKey {
   int64_t position = 0;
 };
 
-// The filters of the tokens that may be picked; kernels/reference/sampling.py defines them.
+// The filters of the tokens that may be sampled; kernels/reference/sampling.py defines them.
 struct Filter {
   int64_t top_k = 0;  // 0: all
   double top_p = 1.0;

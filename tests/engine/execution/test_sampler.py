@@ -36,9 +36,9 @@ def sample(rows: list[Row], logits: torch.Tensor) -> list[Outcome]:
 
 
 def token(one: Row, logits: torch.Tensor) -> int:
-    ((pick,),) = [o.tokens for o in sample([one], logits[None])]
-    assert not pick.error
-    return pick.token
+    ((sampled,),) = [o.tokens for o in sample([one], logits[None])]
+    assert not sampled.error
+    return sampled.token
 
 
 def noise(seed: int, choice: int, position: int) -> torch.Tensor:
@@ -260,7 +260,7 @@ def test_prompt_scores_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> N
     logits = some_logits(6, 12)
     rows = [row(), Row(sequence, 0, 10, (0,), 0), row()]
     outcomes = Sampler(LIMITS, OPS).sample(rows, logits, head)
-    assert sizes == [3, 3, 3, 3]  # the last rows are the three picks
+    assert sizes == [3, 3, 3, 3]  # the last rows are the three samples
     raw = torch.log_softmax(logits[1:10], dim=-1)
     expected = [float(raw[i, 11 + i]) for i in range(9)]
     assert [s.logprob for s in outcomes[1].scores] == pytest.approx(expected, abs=1e-5)

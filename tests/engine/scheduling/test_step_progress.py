@@ -46,7 +46,7 @@ class Bench:
         self.jobs = make_jobs(self.limits, window)
         self.progress = StepProgress(self.jobs, self.limits)
         self.requests: dict[str, RequestState] = {}
-        self.picked: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        self.sampled: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         self.heard: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         self.reasons: dict[tuple[str, int], FinishReason] = {}
         self.aborted: set[tuple[str, int]] = set()
@@ -102,17 +102,17 @@ class Bench:
             count = min(row.end, job.prompt_len - 1) - row.start
             scores = (TokenLogprob(-1.0),) * max(0, count)
         if row.choices and self.rng.random() < 0.01:
-            self.reached["picks failed"] += 1
+            self.reached["sampling failed"] += 1
             return Outcome((SampledToken(-1, error="no token"),) * len(row.choices), scores)
-        picks = tuple(self.pick() for _ in row.choices)
-        for choice, pick in zip(row.choices, picks, strict=True):
-            if pick.error:
+        tokens = tuple(self.sample() for _ in row.choices)
+        for choice, token in zip(row.choices, tokens, strict=True):
+            if token.error:
                 self.stuck.add((job.key, choice))
             else:
-                self.picked[job.key, choice].append(pick.token)
-        return Outcome(picks, scores)
+                self.sampled[job.key, choice].append(token.token)
+        return Outcome(tokens, scores)
 
-    def pick(self) -> SampledToken:
+    def sample(self) -> SampledToken:
         if self.rng.random() < 0.02:
             return SampledToken(-1, error="no token", param="grammar", no_token=True)
         return SampledToken(self.rng.randrange(VOCAB))
@@ -174,7 +174,7 @@ class Bench:
         for (key, choice), reason in self.reasons.items():
             params = self.requests[key].request.params
             ids = self.heard[key, choice]
-            assert ids == self.picked[key, choice][: len(ids)]
+            assert ids == self.sampled[key, choice][: len(ids)]
             stops = self.limits.stop_ids(params)
             if (key, choice) in self.aborted:
                 assert reason is FinishReason.ABORTED
@@ -212,6 +212,6 @@ def test_random_steps_give_every_choice_its_tokens_and_its_end() -> None:
             bench.step()
         bench.check_end()
     kinds = [reason.value for reason in (FinishReason.STOP, FinishReason.LENGTH)]
-    kinds += [FinishReason.ABORTED.value, "prefilled", "scored", "picks failed", "in its prefix"]
+    kinds += [FinishReason.ABORTED.value, "prefilled", "scored", "sampling failed", "in its prefix"]
     kinds += ["one stuck", "all stuck"]
     assert all(reached[kind] > 30 for kind in kinds), reached

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from fakes import triton_interpreter  # noqa: F401  (before kernels run)
 
-from pdserve.kernels.cuda.sampling.picks import (
+from pdserve.kernels.cuda.sampling.records import RECORD
+from pdserve.kernels.cuda.sampling.samples import (
     LN2,
     SQRT2,
     noise_bits,
@@ -23,7 +24,6 @@ from pdserve.kernels.cuda.sampling.picks import (
     noise_key,
     noise_of,
 )
-from pdserve.kernels.cuda.sampling.records import RECORD
 from pdserve.kernels.reference.sampling import SERIES, _log, gumbel_at
 
 pytestmark = pytest.mark.kernels
@@ -83,13 +83,13 @@ def test_noise_of_extreme_bits_is_exact_and_below_its_bound() -> None:
 
 COMPILE = """
 import compile_only, torch
-from pdserve.kernels.cuda.sampling import picks
+from pdserve.kernels.cuda.sampling import samples
 compiled = []
 described = compile_only._described
 compile_only._described = lambda kernel: compiled.append(kernel) or described(kernel)
 with compile_only.compile_only(90):
     logits, bytes_of = torch.zeros(1, 5000), torch.zeros(96, dtype=torch.uint8)
-    picks.Survey(bytes_of, logits, logits, 5000, 1).choose(logits)
+    samples.Survey(bytes_of, logits, logits, 5000, 1).choose(logits)
 print(compiled[-1].asm["ptx"])
 """
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.kernels import reference
-from pdserve.kernels.cuda.sampling import CudaSampling, candidates, logit_edits, picks
+from pdserve.kernels.cuda.sampling import CudaSampling, candidates, logit_edits, samples
 from pdserve.kernels.cuda.sampling.records import RECORD
 from pdserve.kernels.reference.sampling import candidates as reference_candidates
 from pdserve.kernels.sampling_ops import StreamSettings
@@ -30,7 +30,7 @@ def _small_tiles() -> Iterator[None]:
     """Reduce tile and block size, so that small vocabularies have several tiles and more tokens
     than a block holds."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (logit_edits, picks):
+        for module in (logit_edits, samples):
             patch.setattr(module, "TILE", 64)
         patch.setattr(candidates, "BLOCK", 128)
         yield
@@ -99,7 +99,7 @@ def floor_of(logits: torch.Tensor, one: StreamSettings) -> float:
     vocab = logits.shape[1]
     packed = np.frombuffer(OPS.stream(one, vocab).record, RECORD)
     records = torch.from_numpy(packed.view(np.uint8).copy())
-    survey = picks.Survey(records, logits, logits, vocab, 1)
+    survey = samples.Survey(records, logits, logits, vocab, 1)
     return float(candidates.floors_of(survey, torch.zeros(1, dtype=torch.int32))[0])
 
 
@@ -245,12 +245,12 @@ def test_a_token_depends_only_on_its_stream() -> None:
     assert together == sample(reference, logits, MIX, ids, rows)
 
 
-@pytest.mark.parametrize("num_picks", [1, 2, 17, 33])
-def test_the_number_of_launches_does_not_depend_on_the_number_of_picks(num_picks: int) -> None:
+@pytest.mark.parametrize("num_samples", [1, 2, 17, 33])
+def test_the_number_of_launches_does_not_depend_on_the_number_of_samples(num_samples: int) -> None:
     logits = some_logits(8, 5, 200)
-    kinds = [MIX[i % len(MIX)] for i in range(num_picks)]
-    rows = [i * 3 % 5 for i in range(num_picks)]
-    ids = [[i, 2 * i] for i in range(num_picks)]
+    kinds = [MIX[i % len(MIX)] for i in range(num_samples)]
+    rows = [i * 3 % 5 for i in range(num_samples)]
+    ids = [[i, 2 * i] for i in range(num_samples)]
     names: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         run = triton.runtime.interpreter.InterpretedFunction.run
@@ -261,7 +261,7 @@ def test_the_number_of_launches_does_not_depend_on_the_number_of_picks(num_picks
 
         patch.setattr(triton.runtime.interpreter.InterpretedFunction, "run", noted)
         assert sample(OPS, logits, kinds, ids, rows) == sample(reference, logits, kinds, ids, rows)
-    assert len(names) == (2 if num_picks < 3 else 5)
+    assert len(names) == (2 if num_samples < 3 else 5)
 
 
 def test_rows_of_a_wider_tensor() -> None:
@@ -278,7 +278,7 @@ def test_rows_of_a_wider_tensor() -> None:
     st.sampled_from([{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.1}, {"logit_bias": {0: 3.0}}]),
     st.sampled_from([0.0, 1.0]),
 )
-def test_masked_picks_equal_the_reference(
+def test_masked_samples_equal_the_reference(
     seed: int, vocab: int, share: float, options: dict[str, Any], temperature: float
 ) -> None:
     """The last of three rows has no mask. Masks have more bits than there are tokens."""

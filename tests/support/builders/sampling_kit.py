@@ -1,4 +1,4 @@
-"""Tests of a backend's picks against the reference's: logits, calls, and edits of them."""
+"""Tests of a backend's sampled tokens against the reference's: logits, calls, and edits of them."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""A device whose picks the host reads late, and an engine that launches each step before it has
-collected the previous one.
+"""A device whose sampled tokens the host reads late, and an engine that launches each step before
+it has collected the previous one.
 """
 
 from typing import Any
@@ -11,8 +11,8 @@ from pdserve.engine.engine import Engine, Pending
 from pdserve.kernels import reference
 
 
-class LatePicks:
-    """The picks of one step."""
+class LateTokens:
+    """The sampled tokens of one step."""
 
     def __init__(self, tokens: list[int], owner: "LateSampling") -> None:
         self.tokens = torch.tensor(tokens)
@@ -24,7 +24,7 @@ class LatePicks:
 
 
 class LateSampling:
-    """The reference's sampling; `begin` picks for streams that only count their tokens."""
+    """The reference's sampling; `begin` samples for streams that only count their tokens."""
 
     stream = staticmethod(reference.stream)
     sample = staticmethod(reference.sample)
@@ -37,13 +37,13 @@ class LateSampling:
 
     def begin(
         self, logits: Any, rows: list[int], streams: list[Any], num_generated: list[int]
-    ) -> LatePicks:
+    ) -> LateTokens:
         if self.error:
             raise RuntimeError(self.error)
         self.ahead += self.unread > 0
         self.unread += 1
         unknown = [[-1] * count for count in num_generated]
-        return LatePicks(reference.sample(logits, rows, streams, unknown), self)
+        return LateTokens(reference.sample(logits, rows, streams, unknown), self)
 
 
 class AheadEngine(Engine):

@@ -1,11 +1,11 @@
-"""Picks the next token of each stream on the device: the argmax of scores, or of scores / T +
-Gumbel noise. A pick is the choice of one stream's token.
+"""Samples the next token of each stream on the device: the argmax of scores, or of scores / T +
+Gumbel noise. A sample is the choice of one stream's next token.
 
-Programs over tiles of the vocabulary find each tile's best score and, for picks with a temperature,
-an upper bound of score + noise in the tile. One program per pick then computes the noise in doubles
-for the tile with the highest bound, and for others only while their bound reaches the best sum.
-Sums are monotonic under rounding, so a skipped tile cannot win. The pick is therefore exactly the
-reference's, does not depend on the tiles, and ties go to the lowest id.
+Programs over tiles of the vocabulary find each tile's best score and, for samples with a
+temperature, an upper bound of score + noise in the tile. One program per sample then computes the
+noise in doubles for the tile with the highest bound, and for others only while their bound reaches
+the best sum. Sums are monotonic under rounding, so a skipped tile cannot win. The sample is
+therefore exactly the reference's, does not depend on the tiles, and ties go to the lowest id.
 
 The noise has the bits of kernels/reference/sampling.py. Kernels that call `noise_of` must be
 launched with enable_fp_fusion=False, so that each addition and multiplication is rounded
@@ -46,16 +46,16 @@ def _mix(x):
 
 
 @triton.jit
-def noise_key(records, pick):
-    """Return the key of a pick's noise: a uint64 hash of its seed, choice and position."""
-    key = _mix(field(records, pick, SEED, tl.uint64) + GOLDEN)
-    key = _mix((key ^ field(records, pick, CHOICE, tl.uint64)) + GOLDEN)
-    return _mix((key ^ field(records, pick, POSITION, tl.uint64)) + GOLDEN)
+def noise_key(records, sample):
+    """Return the key of a sample's noise: a uint64 hash of its seed, choice and position."""
+    key = _mix(field(records, sample, SEED, tl.uint64) + GOLDEN)
+    key = _mix((key ^ field(records, sample, CHOICE, tl.uint64)) + GOLDEN)
+    return _mix((key ^ field(records, sample, POSITION, tl.uint64)) + GOLDEN)
 
 
 @triton.jit
 def noise_bits(key, token_ids):
-    """Return the random bits of each token id under a pick's key, uint32."""
+    """Return the random bits of each token id under a sample's key, uint32."""
     return (_mix(key + (token_ids + 1).to(tl.uint64) * GOLDEN) >> 32).to(tl.uint32)
 
 
@@ -106,38 +106,38 @@ TILE = 2048
 def survey_kernel(
     records, logits, stride, edited_scores, vocab, best, best_id, mass, bound, TILE: tl.constexpr
 ):
-    """Process one tile of the vocabulary for one pick: write the tile's best score (inf for NaN)
+    """Process one tile of the vocabulary for one sample: write the tile's best score (inf for NaN)
     and the lowest id with it.
 
     With top_p, also write the sum of exp(score / T - the tile's best / T); with a temperature and
     no filter, the bound of score / T + noise.
     """
-    tile, pick = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    index = pick * tl.num_programs(0) + tile
+    tile, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    index = sample * tl.num_programs(0) + tile
     ids = tile * TILE + tl.arange(0, TILE)
-    scores = scores_of(records, pick, logits, stride, edited_scores, vocab)
+    scores = scores_of(records, sample, logits, stride, edited_scores, vocab)
     x = tl.load(scores + ids, mask=ids < vocab, other=float("-inf"))
     x = tl.where(x == x, x, float("inf"))
     top = tl.max(x, 0)
     tl.store(best + index, top)
     tl.store(best_id + index, tl.min(tl.where(x == top, ids, vocab), 0))
-    temperature = field(records, pick, TEMPERATURE, tl.float32)
+    temperature = field(records, sample, TEMPERATURE, tl.float32)
     if temperature > 0:
         scaled = tl.math.div_rn(x, temperature)
-        if is_filtered(records, pick):
-            if field(records, pick, TOP_P, tl.float64) < 1:
+        if is_filtered(records, sample):
+            if field(records, sample, TOP_P, tl.float64) < 1:
                 peak = tl.math.div_rn(top, temperature)
                 peak = tl.where(peak == float("-inf"), 0.0, peak).to(tl.float64)
                 tl.store(mass + index, tl.sum(tl.exp(scaled.to(tl.float64) - peak), 0))
         else:
-            bounds = scaled + noise_bound(noise_bits(noise_key(records, pick), ids))
+            bounds = scaled + noise_bound(noise_bits(noise_key(records, sample), ids))
             tl.store(bound + index, tl.max(bounds, 0))
 
 
 @triton.jit
 def bound_kernel(
     records,
-    filtered_picks,
+    filtered_samples,
     floors,
     logits,
     stride,
@@ -146,20 +146,20 @@ def bound_kernel(
     bound,
     TILE: tl.constexpr,
 ):
-    """Write an upper bound of score / T + noise over those tokens in one tile that a pick's filters
-    keep."""
+    """Write an upper bound of score / T + noise over those tokens in one tile that a sample's
+    filters keep."""
     tile, slot = tl.program_id(0), tl.program_id(1)
-    pick = tl.load(filtered_picks + slot).to(tl.int64)
+    sample = tl.load(filtered_samples + slot).to(tl.int64)
     ids = tile * TILE + tl.arange(0, TILE)
-    scores = scores_of(records, pick, logits, stride, edited_scores, vocab)
+    scores = scores_of(records, sample, logits, stride, edited_scores, vocab)
     x = tl.load(scores + ids, mask=ids < vocab, other=float("-inf"))
-    scaled = tl.math.div_rn(x, field(records, pick, TEMPERATURE, tl.float32))
-    is_candidate = scaled >= tl.load(floors + pick)
+    scaled = tl.math.div_rn(x, field(records, sample, TEMPERATURE, tl.float32))
+    is_candidate = scaled >= tl.load(floors + sample)
     tile_bound = tl.full((), float("-inf"), tl.float32)
     if tl.max(is_candidate.to(tl.int32), 0) > 0:
-        noise = noise_bound(noise_bits(noise_key(records, pick), ids))
+        noise = noise_bound(noise_bits(noise_key(records, sample), ids))
         tile_bound = tl.max(tl.where(is_candidate, scaled + noise, float("-inf")), 0)
-    tl.store(bound + pick * tl.num_programs(0) + tile, tile_bound)
+    tl.store(bound + sample * tl.num_programs(0) + tile, tile_bound)
 
 
 @triton.jit
@@ -178,22 +178,22 @@ def choose_kernel(
     TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Choose the token of one pick; -1 if the pick's best score is not finite."""
-    pick = tl.program_id(0).to(tl.int64)
+    """Choose the token of one sample; -1 if the sample's best score is not finite."""
+    sample = tl.program_id(0).to(tl.int64)
     tiles = tl.arange(0, TILES)
     valid = tiles < num_tiles
-    index = pick * num_tiles + tiles
+    index = sample * num_tiles + tiles
     tops = tl.load(best + index, mask=valid, other=float("-inf"))
     top = tl.max(tops, 0)
     token = tl.min(
         tl.where(tops == top, tl.load(best_id + index, mask=valid, other=vocab), vocab), 0
     )
     finite = (top > float("-inf")) & (top < float("inf"))
-    temperature = field(records, pick, TEMPERATURE, tl.float32)
+    temperature = field(records, sample, TEMPERATURE, tl.float32)
     if finite & (temperature > 0):
-        floor = tl.load(floors + pick, mask=is_filtered(records, pick), other=float("-inf"))
-        scores = scores_of(records, pick, logits, stride, edited_scores, vocab)
-        key = noise_key(records, pick)
+        floor = tl.load(floors + sample, mask=is_filtered(records, sample), other=float("-inf"))
+        scores = scores_of(records, sample, logits, stride, edited_scores, vocab)
+        key = noise_key(records, sample)
         bounds = tl.load(bound + index, mask=valid, other=float("-inf"))
         max_bound = tl.max(bounds, 0)
         value = tl.full((), float("-inf"), tl.float32)
@@ -211,27 +211,27 @@ def choose_kernel(
             value = tl.where(wins, tile_best, value)
             bounds = tl.where(tiles == tile, float("-inf"), bounds)
             max_bound = tl.max(bounds, 0)
-    tl.store(tokens + pick, tl.where(finite, token, -1))
+    tl.store(tokens + sample, tl.where(finite, token, -1))
 
 
 class Survey:
-    """The picks of a step, and what the kernels found in each tile of the vocabulary, such as its
-    best score: tensors [picks, tiles] on the device."""
+    """The samples of a step, and what the kernels found in each tile of the vocabulary, such as its
+    best score: tensors [samples, tiles] on the device."""
 
     def __init__(
-        self, records: Tensor, logits: Tensor, edited_scores: Tensor, vocab: int, num_picks: int
+        self, records: Tensor, logits: Tensor, edited_scores: Tensor, vocab: int, num_samples: int
     ) -> None:
-        """Launch `survey_kernel`, which reads the scores of every pick once."""
+        """Launch `survey_kernel`, which reads the scores of every sample once."""
         device = logits.device
         self.records = records
         self.scores = logits, logits.stride(0), edited_scores, vocab  # arguments of each kernel
         self.num_tiles = triton.cdiv(vocab, TILE)
-        shape = num_picks, self.num_tiles
+        shape = num_samples, self.num_tiles
         self.best = torch.empty(shape, device=device)
         self.best_id = torch.empty(shape, dtype=torch.int32, device=device)
         self.mass = torch.empty(shape, dtype=torch.float64, device=device)
         self.bound = torch.empty(shape, device=device)
-        survey_kernel[self.num_tiles, num_picks](
+        survey_kernel[self.num_tiles, num_samples](
             records,
             *self.scores,
             self.best,
@@ -243,12 +243,12 @@ class Survey:
             enable_fp_fusion=False,
         )
 
-    def bound_filtered(self, filtered_picks: Tensor, floors: Tensor) -> None:
-        """Launch `bound_kernel` for the filtered picks, int32 [n]; `floors` float32 [picks] are the
-        lowest scores / T that their filters keep."""
-        bound_kernel[self.num_tiles, len(filtered_picks)](
+    def bound_filtered(self, filtered_samples: Tensor, floors: Tensor) -> None:
+        """Launch `bound_kernel` for the filtered samples, int32 [n]; `floors` float32 [samples] are
+        the lowest scores / T that their filters keep."""
+        bound_kernel[self.num_tiles, len(filtered_samples)](
             self.records,
-            filtered_picks,
+            filtered_samples,
             floors,
             *self.scores,
             self.bound,
@@ -258,10 +258,10 @@ class Survey:
         )
 
     def choose(self, floors: Tensor) -> Tensor:
-        """Choose the token of each pick, int32 [picks]."""
-        num_picks = len(self.best)
-        tokens = torch.empty(num_picks, dtype=torch.int32, device=self.best.device)
-        choose_kernel[(num_picks,)](
+        """Choose the token of each sample, int32 [samples]."""
+        num_samples = len(self.best)
+        tokens = torch.empty(num_samples, dtype=torch.int32, device=self.best.device)
+        choose_kernel[(num_samples,)](
             self.records,
             floors,
             *self.scores,
