@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections import Counter
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from systems.eventually import wait_until
 from systems.fleet import Fleet
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(3600)]
 
 REQUESTS, CLIENTS = 1000, 16
 WORDS = "one two three four five six seven eight nine ten eleven twelve "
@@ -19,6 +20,7 @@ KINDS = ("short", "long", "stream", "leave", "choices", "refused", "prefix")
 ROLES = ("gateway", "router", "prefill", "decode")
 GROWTH = 1.10  # of resident memory over the second half of the requests
 IDLE_S = 6  # after it, idle connections are closed
+WAIT_S = 1500.0  # of a request on a busy machine, where long prompts queue for minutes
 
 
 async def send(client: httpx.AsyncClient, model: str, number: int) -> str:
@@ -48,7 +50,7 @@ async def send(client: httpx.AsyncClient, model: str, number: int) -> str:
 
 async def send_all(url: str, model: str, numbers: range) -> Counter[str]:
     gate = asyncio.Semaphore(CLIENTS)
-    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
 
         async def gated(number: int) -> str:
             async with gate:
@@ -57,10 +59,8 @@ async def send_all(url: str, model: str, numbers: range) -> Counter[str]:
         return Counter(await asyncio.gather(*(gated(number) for number in numbers)))
 
 
-async def resources(fleet: Fleet) -> dict[str, float]:
-    """Return descriptors, threads and resident bytes of each process at rest."""
-    wait_until(fleet.all_blocks_back, "blocks back")
-    await asyncio.sleep(IDLE_S)
+def resources(fleet: Fleet) -> dict[str, float]:
+    """Return descriptors, threads and resident bytes of each process."""
     figures: dict[str, float] = {}
     for role in ROLES:
         for number, pid in enumerate(fleet.pids(role)):
@@ -72,14 +72,22 @@ async def resources(fleet: Fleet) -> dict[str, float]:
 
 
 def test_requests_leave_nothing_behind() -> None:
-    options = ("--kv-tokens", "16384", "--chunk-size", "128", "--kv-transport", "tcp")
+    options = ["--kv-tokens", "16384", "--chunk-size", "128", "--kv-transport", "tcp"]
+    options += ["--queue-timeout-s", str(WAIT_S), "--request-timeout-s", str(WAIT_S)]
     with Fleet("--prefill", "1", "--decode", "1", *options) as fleet:
         model = httpx.get(f"{fleet.url}/v1/models").json()["data"][0]["id"]
         kinds = asyncio.run(send_all(fleet.url, model, range(REQUESTS // 2)))
-        before = asyncio.run(resources(fleet))
+        wait_until(fleet.all_blocks_back, "blocks back")
+        time.sleep(IDLE_S)
+        before = resources(fleet)
+        limit = {n: v * GROWTH if n.endswith("memory") else v for n, v in before.items()}
         kinds += asyncio.run(send_all(fleet.url, model, range(REQUESTS // 2, REQUESTS)))
-        after = asyncio.run(resources(fleet))
+        wait_until(fleet.all_blocks_back, "blocks back")
+
+        def leaks() -> dict[str, float]:
+            return {name: v for name, v in resources(fleet).items() if v > limit[name]}
+
+        # A busy machine closes idle connections late.
+        wait_until(lambda: not leaks(), leaks, pause_s=1.0)
         assert fleet.prefills("remote") > 0
     assert set(kinds) == {*KINDS}
-    limit = {n: v * GROWTH if n.endswith("memory") else v for n, v in before.items()}
-    assert not {name: value for name, value in after.items() if value > limit[name]}

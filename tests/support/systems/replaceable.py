@@ -27,8 +27,9 @@ from importlib.metadata import entry_points
 (pdserve,) = entry_points(group="console_scripts", name="pdserve")
 sys.exit(pdserve.load()())
 """
-START_S = 110.0  # for a busy machine
+START_S = 600.0  # for a busy machine
 DRAIN_S = 600.0  # longer than any stream; a drain ends when the last one has
+QUEUE_S = 600.0  # a busy machine prefills long prompts for minutes
 
 
 @dataclass(eq=False)
@@ -107,6 +108,7 @@ class ReplaceableSystem:
         address = f"127.0.0.1:{lasting_port()}"
         host, port = address.split(":")
         words = ("--host", host, "--port", port, "--grpc-port", "0", *self._routers_words())
+        words += ("--queue-timeout-s", f"{QUEUE_S:g}")
         gateway = self._start("gateway", address, *words, python=python)
         gateway.metrics = f"{gateway.url}/metrics?fleet=false"
         wait_until(lambda: _ready(gateway), lambda: tail(gateway), START_S)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 
-TIMEOUT_S = 180.0
+TIMEOUT_S = 600.0  # of silence
 WORDS = "one two three four five six seven eight nine ten eleven twelve "
 # The contents of a stream, so far or at the end: text, finish reason, tokens.
 Answer = tuple[str, str, int]
