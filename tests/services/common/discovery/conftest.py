@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fakes.kubernetes import FakeKubernetes
 
-from pdserve.services.common import kubernetes
+from pdserve.services.common import kubernetes, kubernetes_api
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKuberne
     made.start()
     for name, value in made.environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(kubernetes, "SERVICE_ACCOUNT", str(tmp_path))
+    monkeypatch.setattr(kubernetes_api, "SERVICE_ACCOUNT", str(tmp_path))
     monkeypatch.setattr(kubernetes, "MAX_BACKOFF_S", 0.5)
     yield made
     made.stop()

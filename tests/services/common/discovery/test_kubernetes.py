@@ -21,7 +21,7 @@ from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.common import kubernetes
 from pdserve.services.common.discovery import Discovery, resolve
 from pdserve.services.common.endpoint_slices import EndpointSlices, parse_kubernetes
-from pdserve.services.common.kubernetes import ApiServerError
+from pdserve.services.common.kubernetes_api import ApiServerError
 from pdserve.services.picker import endpoints
 from pdserve.services.picker.endpoints import Endpoints
 from pdserve.services.worker.settings import WorkerSettings
