@@ -3,6 +3,7 @@
 import os
 import re
 from base64 import b64decode, b64encode
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -120,7 +121,7 @@ class CertificateSecrets:
         return f"{self._prefix}-{name}"
 
     def _send(
-        self, method: str, name: str, secret: dict[str, object] | None = None
+        self, method: str, name: str, secret: Mapping[str, object] | None = None
     ) -> dict[str, str] | None:
         """Return the data of the Secret after a request for it; None if there is no such Secret."""
         path = self._path if method == "POST" else f"{self._path}/{self.describe(name)}"

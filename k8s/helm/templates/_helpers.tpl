@@ -1,4 +1,4 @@
-{{- /* The start of every object's name. The longest ending has 12 characters. */ -}}
+{{- /* The start of every object's name. The longest ending, of the model's Job, has 17 characters. */ -}}
 {{- define "pdserve.fullname" -}}
 {{- $name := .Values.fullnameOverride | default (contains "pdserve" .Release.Name | ternary .Release.Name (printf "%s-pdserve" .Release.Name)) -}}
 {{- $name | trunc 40 | trimSuffix "-" -}}
