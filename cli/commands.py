@@ -143,7 +143,13 @@ COMMANDS = {
             "create a cluster's authority and the certificates of its processes",
             "pdserve.cli.credentials:certs",
             (("certificates", "pdserve.cli.options.settings:CertsSettings", ()),),
-            (Positional("folder", "output folder; an authority that it already has is reused"),),
+            (
+                Positional(
+                    "target",
+                    "output folder, or kubernetes:///PREFIX for Secrets PREFIX-ROLE in the pod's "
+                    "namespace; an authority that is already there is reused",
+                ),
+            ),
         ),
         Command(
             "key",

@@ -1,59 +1,51 @@
-"""`pdserve certs FOLDER` creates the certificates of a cluster as files; `pdserve key NAME` creates
-an API key and its line for a key file.
+"""`pdserve certs TARGET` creates the certificates of a cluster; `pdserve key NAME` creates an API
+key and its line for a key file.
 """
 
-import os
 import secrets
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
-from pdserve.cli.options import CertsSettings, OptionError, Settings
+from pdserve.cli.options import CertsSettings, CommandError, OptionError, Settings
 
 
 def certs(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Run `pdserve certs`: create a new certificate for every role, signed by the folder's
-    authority, which is created first if the folder has none. Returns the exit code."""
-    from pdserve.services.common.auth.certificates import Identity, Role, issue, make_authority
+    """Run `pdserve certs`: create a certificate for every role, signed by the target's authority,
+    which is created first if the target has none. Returns the exit code."""
+    from pdserve.cli.certificate_stores import AUTHORITY, certificate_store
+    from pdserve.services.common.auth.certificates import Role, issue, make_authority
 
-    days = settings.build(CertsSettings).days
-    folder = Path(positionals["folder"])
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if (folder / "ca.pem").exists():
-            authority = Identity(
-                (folder / "ca.pem").read_bytes(), (folder / "ca-key.pem").read_bytes()
+    options = settings.build(CertsSettings)
+    target = positionals["target"]
+    store = certificate_store(target)
+    kept = [role for role in Role if options.keep_existing and store.read(role) is not None]
+    if len(kept) == len(Role):
+        print(f"{target} has all certificates already.", file=sys.stderr)
+        return 0
+    authority = store.read(AUTHORITY)
+    if authority is None:
+        if kept:
+            raise CommandError(
+                f"{store.describe(AUTHORITY)} is missing, so no certificate can be added beside "
+                f"{store.describe(kept[0])}; without --keep-existing, all are replaced"
             )
-        else:
-            authority = make_authority()
-            _write(folder, "ca", authority.certificate, authority.key)
-        for role in Role:
-            _write(folder, role, *issue(authority, role, days))
-    except OSError as error:
-        raise OptionError(f"{error.filename}: {error.strerror}") from None
-    except ValueError as error:
-        raise OptionError(f"{folder / 'ca-key.pem'}: {error}") from None
+        authority = make_authority()
+        store.write(AUTHORITY, authority, authority.certificate)
+    made = [role for role in Role if role not in kept]
+    for role in made:
+        try:
+            identity = issue(authority, role, options.days)
+        except ValueError as error:
+            raise OptionError(f"{store.describe(AUTHORITY)}: {error}") from None
+        store.write(role, identity, authority.certificate)
     print(
-        f"{folder} now has ca.pem, and a certificate and a key for each of {', '.join(Role)}.\n"
+        f"{target} now has an authority, and new certificates and keys of {', '.join(made)}.\n"
         "Start each process with --cluster-ca and with the --cluster-cert and --cluster-key of its "
-        "role. Keep ca-key.pem secret: no process needs it.",
+        f"role. No process needs the authority's key in {store.describe(AUTHORITY)}; keep it "
+        "secret.",
         file=sys.stderr,
     )
     return 0
-
-
-def _write(folder: Path, name: str, certificate: bytes, key: bytes) -> None:
-    """Write a certificate and its key as files. Each file is replaced as a whole, so that no
-    process reads half of it. The key is written first, readable only by its owner."""
-    for file, content, mode in (
-        (f"{name}-key.pem", key, 0o600),
-        (f"{name}.pem", certificate, 0o644),
-    ):
-        new = folder / f".{file}.new"
-        new.unlink(missing_ok=True)
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:
-            out.write(content)
-        new.replace(folder / file)
 
 
 def key(settings: Settings, positionals: Mapping[str, str]) -> int:

@@ -94,7 +94,7 @@ CLIENTS = ("urllib.request", "http.client", "httpx", "httpx2", "requests", "aioh
            "huggingface_hub")  # fmt: skip
 MAY_FETCH = {  # from MCP servers that an operator names, and from the API server of a pod
     "gateway/mcp/connection.py",
-    "services/common/kubernetes.py",
+    "services/common/kubernetes_api.py",
 }
 
 

@@ -174,6 +174,7 @@ class CertsSettings:
     days: float = option(
         365.0, "days for which each role's certificate is valid", min=0.01, max=3650
     )
+    keep_existing: bool = option(False, "create only the certificates that are missing")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from pdserve.cli.report import Bundle, Secrets, collect_parts
 from pdserve.cli.up.folders import CONFIG_FILE, run_dir
 from pdserve.protos import router_pb2
 from pdserve.protos.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
-from pdserve.services.common import kubernetes
+from pdserve.services.common import kubernetes_api
 from pdserve.services.common.auth.certificates import make_authority
 
 NOBODY = "http://127.0.0.1:1"
@@ -144,7 +144,7 @@ def test_every_pod_of_a_service_is_queried(
     api.start()
     for name, value in api.environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(kubernetes, "SERVICE_ACCOUNT", str(tmp_path))
+    monkeypatch.setattr(kubernetes_api, "SERVICE_ACCOUNT", str(tmp_path))
     pods = FakeEndpoints(api, Random(1), port=two_routers.port)
     for host in two_routers.HOSTS:
         pods.add(host, ready=host == "127.0.0.1")

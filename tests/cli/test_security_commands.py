@@ -2,11 +2,16 @@
 
 import ssl
 import stat
+from base64 import b64decode
+from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
+from fakes.kubernetes import FakeKubernetes
 
 from pdserve.cli.main import main
+from pdserve.services.common import kubernetes_api
 from pdserve.services.common.auth.access import TlsAccess
 from pdserve.services.common.auth.certificates import Role, role_in
 from pdserve.services.common.tenants import ApiKeys
@@ -15,7 +20,7 @@ from pdserve.services.common.tenants import ApiKeys
 def test_certificates_of_every_role(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "pem"
     assert main(["certs", str(folder)]) == 0
-    assert "Keep ca-key.pem secret" in capsys.readouterr().err
+    assert "ca-key.pem; keep it secret" in capsys.readouterr().err
     for role in Role:
         certificate, key = folder / f"{role}.pem", folder / f"{role}-key.pem"
         assert role_in(certificate.read_bytes()) is role
@@ -47,6 +52,75 @@ def test_certificates_renewed_by_the_same_authority(tmp_path: Path) -> None:
     assert main(["certs", str(tmp_path)]) == 0
     kept = [name for name in names if (tmp_path / name).read_bytes() == before[name]]
     assert kept == ["ca.pem", "ca-key.pem"]
+
+
+def test_only_missing_certificates_are_created(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["certs", str(tmp_path), "--keep-existing"]) == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert main(["certs", str(tmp_path), "--keep-existing"]) == 0
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / "router.pem").unlink()
+    assert main(["certs", str(tmp_path), "--keep-existing"]) == 0
+    changed = {n for n, content in before.items() if (tmp_path / n).read_bytes() != content}
+    assert changed == {"router.pem", "router-key.pem"}
+    (tmp_path / "router.pem").unlink()
+    (tmp_path / "ca.pem").unlink()
+    capsys.readouterr()
+    assert main(["certs", str(tmp_path), "--keep-existing"]) == 1
+    assert "ca-key.pem is missing" in capsys.readouterr().err
+    assert not (tmp_path / "ca.pem").exists()
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKubernetes]:
+    made = FakeKubernetes(tmp_path)
+    made.start()
+    for name, value in made.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(kubernetes_api, "SERVICE_ACCOUNT", str(tmp_path))
+    yield made
+    made.stop()
+
+
+def test_certificates_as_secrets(api: FakeKubernetes) -> None:
+    command = ["certs", "kubernetes:///pd", "--keep-existing"]
+    assert main(command) == 0
+    assert set(api.secrets) == {"pd-ca", *(f"pd-{role}" for role in Role)}
+    authority = api.secrets["pd-ca"]["data"]["tls.crt"]
+    for role in Role:
+        secret = api.secrets[f"pd-{role}"]
+        assert secret["type"] == "kubernetes.io/tls"
+        assert role_in(b64decode(secret["data"]["tls.crt"])) is role
+        assert secret["data"]["ca.crt"] == authority
+    before = deepcopy(api.secrets)
+    del api.secrets["pd-decode"]
+    assert main(command) == 0
+    assert {n for n, secret in before.items() if api.secrets[n] != secret} == {"pd-decode"}
+    assert main(command[:2]) == 0
+    assert {n for n, secret in before.items() if api.secrets[n] == secret} == {"pd-ca"}
+
+
+def test_secrets_that_cannot_be_written(
+    api: FakeKubernetes, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    api.secrets["half-ca"] = {"data": {"tls.crt": ""}}
+    refused = [(403, {})]
+    for target, answers, code, said in (
+        ("kubernetes:///pd", refused, 1, "403: told to say 403; the pod's service account needs"),
+        ("kubernetes:///half", [], 1, "Secret half-ca has no tls.key"),
+        ("kubernetes://pd", [], 2, "is not kubernetes:///PREFIX"),
+        ("kubernetes:///Pd", [], 2, "is not kubernetes:///PREFIX"),
+    ):
+        with subtests.test(target):
+            api.answers.extend(answers)
+            assert main(["certs", target]) == code
+            assert said in capsys.readouterr().err
+    api.stop()
+    assert main(["certs", "kubernetes:///pd"]) == 1
+    assert "cannot reach the Kubernetes API server" in capsys.readouterr().err
+    api.start()
 
 
 def test_a_broken_authority_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

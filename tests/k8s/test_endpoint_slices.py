@@ -6,7 +6,7 @@ import pytest
 from builders.manifests import Manifest, of_kind, rendered, selects
 
 from pdserve.services.common.endpoint_slices import parse_kubernetes
-from pdserve.services.common.kubernetes import SERVICE_ACCOUNT
+from pdserve.services.common.kubernetes_api import SERVICE_ACCOUNT
 
 NAME = "pdserve-discovery"
 

@@ -11,7 +11,7 @@ from fakes.kubernetes import FakeKubernetes
 from systems.discovered import MAX_TOKENS, DiscoveredSystem
 from systems.eventually import eventually
 
-from pdserve.services.common import kubernetes
+from pdserve.services.common import kubernetes, kubernetes_api
 
 pytestmark = pytest.mark.anyio
 CHANGES = 12
@@ -25,7 +25,7 @@ async def system(
     api.start()
     for name, value in api.environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(kubernetes, "SERVICE_ACCOUNT", str(tmp_path))
+    monkeypatch.setattr(kubernetes_api, "SERVICE_ACCOUNT", str(tmp_path))
     monkeypatch.setattr(kubernetes, "WATCH_S", 1)
     monkeypatch.setattr(kubernetes, "SILENT_S", 0.2)
     made = DiscoveredSystem(api, seed=3, num_workers=2, num_gateways=2)

@@ -19,10 +19,10 @@ from systems.cluster_secret import SECRET
 from systems.eventually import LIMIT_S, eventually, wait_until
 
 from pdserve.gateway.settings import GatewaySettings
-from pdserve.services.common import kubernetes
+from pdserve.services.common import kubernetes, kubernetes_api
 from pdserve.services.common.discovery import Discovery, resolve
 from pdserve.services.common.endpoint_slices import EndpointSlices, parse_kubernetes
-from pdserve.services.common.kubernetes import ApiServerError
+from pdserve.services.common.kubernetes_api import ApiServerError
 from pdserve.services.picker import endpoints
 from pdserve.services.picker.endpoints import Endpoints
 from pdserve.services.worker.settings import WorkerSettings
@@ -39,7 +39,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKuberne
     made.start()
     for name, value in made.environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(kubernetes, "SERVICE_ACCOUNT", str(tmp_path))
+    monkeypatch.setattr(kubernetes_api, "SERVICE_ACCOUNT", str(tmp_path))
     monkeypatch.setattr(kubernetes, "MAX_BACKOFF_S", 0.5)
     yield made
     made.stop()

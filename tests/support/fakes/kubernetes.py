@@ -1,4 +1,5 @@
-"""A Kubernetes API server that knows only EndpointSlices, over TLS, with faults on demand.
+"""A Kubernetes API server that knows only EndpointSlices and Secrets, over TLS, with faults on
+demand.
 
 It lists and watches as the real one does: resource versions, bookmarks, time limits, 410 for
 compacted versions. Faults come from a seeded source, a share of all answers while `faults` is
@@ -29,6 +30,7 @@ from cryptography.x509.oid import NameOID
 
 NAMESPACE = "llm"
 COLLECTION = re.compile(r"/apis/discovery\.k8s\.io/v1/namespaces/([^/]+)/endpointslices")
+SECRETS = re.compile(r"/api/v1/namespaces/([^/]+)/secrets(?:/([^/]+))?")
 SERVICE_LABEL = "kubernetes.io/service-name"
 # Faults of an answer, and of a moment at which a watch has an event to send.
 ANSWER_FAULTS = ("500", "503", "reset", "half")
@@ -75,6 +77,7 @@ class FakeKubernetes:
         self.life = 0  # `stop` ends it
         self.objects: dict[tuple[str, str], Object] = {}  # by namespace and name
         self.history: list[tuple[int, str, Object]] = []
+        self.secrets: dict[str, Object] = {}  # by name
         self.compacted = 1  # events up to this version are not available
         certificate, key = _self_signed()
         (folder / "ca.crt").write_bytes(certificate)
@@ -215,12 +218,33 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(code, status(code, f"told to say {code}"), headers)
         elif self.headers["Authorization"] != f"Bearer {fake.token}":
             self._say(401, status(401, "Unauthorized"))
+        elif secret := SECRETS.fullmatch(parts.path):
+            self._secret(secret[2])
         elif not found:
             self._say(404, status(404, "the server could not find the requested resource"))
         elif "watch" in query:
             self._watch(found[1], query)
         else:
             self._list(found[1], query["labelSelector"])
+
+    do_POST = do_PUT = do_GET
+
+    def _secret(self, name: str | None) -> None:
+        """Answer a request for the Secret with this name; None: a request to create one."""
+        secrets = self.server.fake.secrets
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "null")
+        if self.command == "POST":
+            name = str(body["metadata"]["name"])
+            if name in secrets:
+                self._say(409, status(409, f'secrets "{name}" already exists'))
+                return
+        elif name not in secrets:
+            self._say(404, status(404, f'secrets "{name}" not found'))
+            return
+        assert name is not None
+        if body is not None:
+            secrets[name] = body
+        self._say(201 if self.command == "POST" else 200, secrets[name])
 
     def _say(self, code: int, answer: Object, headers: dict[str, str] | None = None) -> None:
         fault = self.server.fake.draw(ANSWER_FAULTS) if code == 200 else ""

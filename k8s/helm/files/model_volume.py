@@ -1,0 +1,1 @@
+../../components/model-volume/pool/model_volume.py
