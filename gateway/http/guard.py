@@ -147,6 +147,7 @@ class Guard:
                 header_id=generated_id,
                 received=received,
                 trace=TraceContext(headers.get("traceparent", ""), headers.get("tracestate", "")),
+                route=f"{scope['method']} {scope['path']}",
             )
             scope.setdefault("state", {}).update(caller=caller)
             await self._app(scope, receive, send_with_id)

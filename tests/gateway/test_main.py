@@ -126,11 +126,15 @@ async def test_from_start_to_stop(gateway):
         metrics = (await http.get("/metrics")).text
     assert 'vllm:generation_tokens_total{model_name="tiny"}' in metrics
     assert await gateway.stop() == 0
-    line = next(line for line in gateway.log.splitlines() if "finish=" in line)
-    assert re.search(r"finish=stop prefill_at=local decode=d:1 queue=0\.010s prefill=0\.020s", line)
-    assert " tiny: " in line
-    assert f"client_id=mine  request={reply.json()['id']}" in line
-    assert line.count(reply.json()["id"]) == 1
+    request = f"request={reply.json()['id']}"
+    (line,) = (line for line in gateway.log.splitlines() if request in line)
+    message = line.partition("gateway  ")[2]
+    assert re.fullmatch(
+        r"POST /v1/chat/completions 200 model=tiny prompt=\d+ completion=6 prefill_at=local "
+        rf"ttft=\d\.\d{{3}}s total=\d\.\d{{3}}s finish=stop  {request}",
+        message,
+    ), message
+    assert len(message) <= 200
     assert "Traceback" not in gateway.log
 
 
@@ -142,6 +146,7 @@ async def test_json_logs(anyio_backend):
     _, host, address = await serve_router(router)
     port = lasting_port()
     words = ("gateway", "--port", str(port), "--routers", address, "--log-format", "json")
+    words += ("--log-level", "debug")
     gateway = Gateway(
         await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "pdserve.cli.main", *words),
@@ -163,7 +168,10 @@ async def test_json_logs(anyio_backend):
     lines = [json.loads(line) for line in gateway.log.splitlines()]
     (answered,) = (line for line in lines if "finish=stop" in line["message"])
     assert answered["request_id"] == reply.json()["id"]
-    assert f"header_id={reply.headers['x-request-id']}" in answered["message"]
+    (details,) = (line for line in lines if line["message"].startswith("request details: "))
+    assert details["request_id"] == reply.json()["id"]
+    assert "queue=0.010s prefill=0.020s" in details["message"]
+    assert f"header_id={reply.headers['x-request-id']} decode=d:1" in details["message"]
     assert answered["logger"] == "pdserve.gateway.request"
     (warning,) = (line for line in lines if line["component"] == "tokenizer")
     assert "temperature" in warning["message"]

@@ -372,7 +372,7 @@ async def test_dropped_parts_are_logged_once(make_http, caplog, subtests):
     turns = [*HI, {"role": "assistant", "content": strange}] * 2 + HI
     thought = {"type": "reasoning", "summary": [], "content": strange}
     for url, body in ((CHAT, {"messages": turns}), ("/v1/responses", {"input": [*turns, thought]})):
-        with subtests.test(url), caplog.at_level("INFO"):
+        with subtests.test(url), caplog.at_level("DEBUG"):
             caplog.clear()
             reply = await make_http(saying("x")).post(url, json=body)
             assert reply.status_code == 200, reply.text
