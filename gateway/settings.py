@@ -105,6 +105,11 @@ class GatewaySettings(PromptSettings, PublicSettings):
         "host:port of routers, which share the requests; names are resolved repeatedly; or "
         "kubernetes:///SERVICE:PORT (docs/discovery.md)",
     )
+    admin_api_key: str = option(
+        "",
+        "key of the operator, for POST /shutdown alone; empty: the route does not exist",
+        secret=True,
+    )
     open_metrics: bool = option(False, "serve /metrics without an API key")
     fleet_metrics: bool = option(
         True, "include the fleet's metrics in /metrics; turn off if routers and workers are scraped"

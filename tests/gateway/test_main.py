@@ -146,7 +146,7 @@ async def test_json_logs(anyio_backend):
     _, host, address = await serve_router(router)
     port = lasting_port()
     words = ("gateway", "--port", str(port), "--routers", address, "--log-format", "json")
-    words += ("--log-level", "debug")
+    words += ("--log-level", "debug", "--admin-api-key", "operator")
     gateway = Gateway(
         await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "pdserve.cli.main", *words),
@@ -163,7 +163,9 @@ async def test_json_logs(anyio_backend):
 
         await eventually(is_ready)
         reply = await http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
-    assert await gateway.stop() == 0
+        ended = await http.post("/shutdown", headers={"x-api-key": "operator"})
+        assert (ended.status_code, ended.json()) == (200, {"status": "shutting down"})
+    assert await gateway.ended() == 0
     await host.stop(0)
     lines = [json.loads(line) for line in gateway.log.splitlines()]
     (answered,) = (line for line in lines if "finish=stop" in line["message"])
@@ -175,6 +177,31 @@ async def test_json_logs(anyio_backend):
     assert answered["logger"] == "pdserve.gateway.request"
     (warning,) = (line for line in lines if line["component"] == "tokenizer")
     assert "temperature" in warning["message"]
+
+
+async def test_the_operator_ends_the_server(servicer, gateway):
+    """Accept the admin key alone, which opens nothing else; without one there is no route."""
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http:
+        assert (await http.post("/shutdown")).status_code == 404
+    keys = {"api_keys": ("client",), "admin_api_key": "operator"}
+    operated = await launch(port=0, routers=[servicer[1]], cluster_secret=(SECRET,), **keys)
+    _, figures = await operated.event()
+    assert (await operated.event())[0] == "ready"
+    async with httpx.AsyncClient(base_url=figures["url"], timeout=LIMIT_S) as http:
+        for method, path, key, status in (
+            ("POST", "/shutdown", "", 401),
+            ("POST", "/shutdown", "client", 401),
+            ("GET", "/shutdown", "operator", 405),
+            ("GET", "/v1/models", "operator", 401),
+            ("GET", "/health/live", "", 200),
+            ("GET", "/health/ready", "", 200),
+            ("POST", "/shutdown", "operator", 200),
+        ):
+            headers = {"authorization": f"Bearer {key}"}
+            reply = await http.request(method, path, headers=headers)
+            assert reply.status_code == status, (method, path, reply.text)
+    assert await operated.event() == ("shutdown", {})
+    assert await operated.stop() == 0
 
 
 async def test_every_api_is_mounted(gateway):

@@ -42,6 +42,7 @@ ROUTES = {
     "DELETE /v1/files/{file_id}", "GET /v1/files/{file_id}/content", "POST /v1/batches",
     "GET /v1/batches", "GET /v1/batches/{batch_id}", "POST /v1/batches/{batch_id}/cancel",
     "GET /v1/usage", "GET /v1/models", "GET /v1/models/{name}", "GET /health", "GET /ready",
+    "GET /health/live", "GET /health/ready",
     "POST /v1/chat/completions/batch", "POST /v2/rerank", "POST /api/chat", "POST /api/generate",
     "POST /api/embed", "POST /api/embeddings", "POST /api/show", "GET /api/tags", "GET /api/ps",
     "GET /api/version", "POST /apply-template", "GET /tokenizer_info", "GET /props", "GET /slots",
