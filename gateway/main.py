@@ -28,6 +28,7 @@ from pdserve.gateway.http.serving import HttpServer
 from pdserve.gateway.listener import ConnectionCounts, host_port, listen, unix_listener
 from pdserve.gateway.mcp import McpServers, McpTools, read_config
 from pdserve.gateway.metrics import GatewayMetrics, GatewayProcesses, uncounted
+from pdserve.gateway.model_overrides import read_overrides
 from pdserve.gateway.ollama import OllamaApi
 from pdserve.gateway.openai import OpenAiApi
 from pdserve.gateway.openai.stored import LateParts
@@ -37,6 +38,7 @@ from pdserve.gateway.router_client import RouterClient
 from pdserve.gateway.service import Records, Service, ServiceOptions
 from pdserve.gateway.settings import (
     NO_DATABASE,
+    THINKING,
     GatewaySettings,
     GatewayWorker,
     PromptSettings,
@@ -202,10 +204,12 @@ class GatewayProcess:
                 timeout_s=settings.request_timeout_s,
                 queue_timeout_s=settings.queue_timeout_s,
                 template_kwargs=settings.template_kwargs,
+                thinking=THINKING[settings.thinking],
                 parsers=ParserChoice(settings.tool_parser, settings.reasoning_parser),
                 strict_max_tokens=settings.strict_max_tokens,
                 aliases=settings.aliases,
                 any_model=settings.any_model,
+                overrides=read_overrides(settings),
                 server_tools=(
                     None if mcp is None else McpTools(mcp, settings.mcp_max_rounds, time.monotonic)
                 ),
@@ -320,8 +324,8 @@ class GatewayProcess:
             await asyncio.sleep(READY_S if announced else START_S)
 
     def _shut_down(self) -> None:
-        """Drain and end the server as SIGTERM does, unless it drains already. A parent that reads the
-        reports ends all processes in order; without one, this process signals itself."""
+        """Drain and end the server as SIGTERM does, unless it drains already. A parent that reads
+        the reports ends all processes in order; without one, this process signals itself."""
         if self._readiness.draining:
             return
         log.info("a client with the admin key ends the server")
