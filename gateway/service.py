@@ -393,6 +393,7 @@ def _kept(request: ClientRequest, ids: Sequence[int], model: ServedModel) -> Seq
     return kept_ids(ids, request.kept_tokens, model, context_len - answer_len)
 
 
-def not_supported(api: str) -> ServiceError:
-    """Return the error for a model of another kind, in vLLM's words."""
-    return refuse("model", f"The model does not support {api} API")
+def not_supported(api: str, remedy: str = "") -> ServiceError:
+    """Return the error for a model of another kind, in vLLM's words. `remedy`: what an operator can
+    do, e.g. "; start ..."."""
+    return refuse("model", f"The model does not support {api} API{remedy}")

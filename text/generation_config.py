@@ -91,7 +91,7 @@ def _number(config: dict[str, Any], name: str) -> Any:
     return _converted(name, value)
 
 
-def _is_valid(name: str, value: object) -> bool:
+def _is_valid(name: str, value: Any) -> bool:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     is_float = isinstance(value, float) and math.isfinite(value) and name not in _WHOLE
     return (is_int or is_float) and BOUNDS[_BOUNDED_AS.get(name, name)].api.has(value)

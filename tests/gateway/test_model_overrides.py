@@ -1,4 +1,4 @@
-"""The operator's chat template, sampling defaults, maximum of max_tokens, and thinking by default."""
+"""The operator's chat template, sampling defaults, maximum of max_tokens and thinking default."""
 
 import json
 from pathlib import Path
