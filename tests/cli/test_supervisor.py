@@ -389,7 +389,9 @@ def ended(process: psutil.Process) -> bool:
 
 
 def test_a_child_can_end_the_system_as_sigterm_does(supervisor: Supervisor) -> None:
-    children = [start(supervisor, "good"), start(supervisor, "ending")]
+    children = [start(supervisor, "good")]
+    assert all_ready(supervisor)
+    children.append(start(supervisor, "ending"))
     assert supervisor.run_until(lambda: False, LIMIT_S)
     assert supervisor.signals == [signal.SIGTERM]
     assert supervisor.stop([children], LIMIT_S), "no child was killed"
