@@ -197,7 +197,7 @@ async def test_the_operator_ends_the_server(servicer, gateway):
             ("GET", "/health/ready", "", 200),
             ("POST", "/shutdown", "operator", 200),
         ):
-            headers = {"authorization": f"Bearer {key}"}
+            headers = {"authorization": f"Bearer {key}"} if key else {}
             reply = await http.request(method, path, headers=headers)
             assert reply.status_code == status, (method, path, reply.text)
     assert await operated.event() == ("shutdown", {})
