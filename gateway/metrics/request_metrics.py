@@ -20,7 +20,7 @@ from itertools import islice
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.metrics.metrics import GatewayMetrics, Observer
-from pdserve.protos.common_pb2 import ErrorCode, Finished, Phases
+from pdserve.protos.common_pb2 import CANCELLED, INTERNAL, ErrorCode, Finished, Phases
 from pdserve.protos.router_pb2 import Placed
 from pdserve.services.common.errors import HTTP_STATUS, ServiceError
 from pdserve.services.common.tracing import NO_SPAN, TraceSpan
@@ -261,7 +261,7 @@ class RequestMetrics:
             self._count(now - self.arrived)
             self._finish = ",".join(self._finishes)
         else:
-            self._finish = _code(error)
+            self._finish = ErrorCode.Name(_code(error))
             self._metrics.failures.labels(self._finish).inc()
         extra = {"request": self._caller.request_id}
         log.info("%s", self._line(now - self.arrived, error), extra=extra)
@@ -343,9 +343,9 @@ class RequestMetrics:
         """Return the request's log line: at most MAX_LINE characters, with the id that the log's
         format adds. It has the messages of the server's errors only, because others may quote the
         client's text."""
-        status = 200 if error is None else HTTP_STATUS[ErrorCode.Value(self._finish)]
+        status = 200 if error is None else HTTP_STATUS[_code(error)]
         first = "-" if self._first is None else f"{self._first - self.arrived:.3f}s"
-        tokens = self.num_generated if error else self._counted
+        tokens = self._counted if error is None else self.num_generated
         line = (
             f"{self._caller.route} {status} model={_shortened(self._model or '-', MAX_MODEL)} "
             f"prompt={self._prompt_tokens} completion={tokens} "
@@ -394,11 +394,11 @@ def _shortened(text: str, max_len: int) -> str:
     return text if len(text) <= max_len else f"{text[: max_len - 3]}..."
 
 
-def _code(error: BaseException) -> str:
+def _code(error: BaseException) -> ErrorCode:
     if isinstance(error, ServiceError):
-        return ErrorCode.Name(error.code)
+        return error.code
     disconnected = isinstance(error, asyncio.CancelledError | GeneratorExit)
-    return "CANCELLED" if disconnected else "INTERNAL"
+    return CANCELLED if disconnected else INTERNAL
 
 
 MAX_ENDED = 1000  # about 1 KB each, at most 8 KB: ids, attempts and finish reasons are bounded
