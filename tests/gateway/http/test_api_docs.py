@@ -42,7 +42,7 @@ ROUTES = {
     "DELETE /v1/files/{file_id}", "GET /v1/files/{file_id}/content", "POST /v1/batches",
     "GET /v1/batches", "GET /v1/batches/{batch_id}", "POST /v1/batches/{batch_id}/cancel",
     "GET /v1/usage", "GET /v1/models", "GET /v1/models/{name}", "GET /health", "GET /ready",
-    "GET /health/live", "GET /health/ready",
+    "POST /shutdown", "GET /health/live", "GET /health/ready",
     "POST /v1/chat/completions/batch", "POST /v2/rerank", "POST /api/chat", "POST /api/generate",
     "POST /api/embed", "POST /api/embeddings", "POST /api/show", "GET /api/tags", "GET /api/ps",
     "GET /api/version", "POST /apply-template", "GET /tokenizer_info", "GET /props", "GET /slots",
@@ -81,7 +81,7 @@ def test_every_route_is_described(page: Any) -> None:
             other = "OllamaError" if path.startswith("/api/") else "ErrorObject"
             codes = {str(code) for code in HTTP_STATUS.values()} - {"499"}
             assert codes - {"503"} | {"529" if is_message else "503"} <= answers.keys()
-            takes = method == "post" and not path.endswith("/cancel")
+            takes = method == "post" and not path.endswith(("/cancel", "/shutdown"))
             assert ("requestBody" in operation) == takes == ("415" in answers)
             assert operation["description"]
             for code in answers.keys() - {"200"}:
