@@ -28,7 +28,8 @@ from pdserve.services.common.tracing import NO_SPAN, TraceSpan
 log = logging.getLogger("pdserve.gateway.request")
 MAX_ATTEMPTS = 16  # recorded per request
 MAX_LINE = 200  # characters of a request's log line
-MAX_MODEL = 40  # of a model's name in the line
+MIN_MODEL = 8  # of a model's name in the line, which is cut before the figures are
+MIN_MESSAGE = 40  # of an error's message, for which the name is cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,17 +345,22 @@ class RequestMetrics:
         format adds. It has the messages of the server's errors only, because others may quote the
         client's text."""
         status = 200 if error is None else HTTP_STATUS[_code(error)]
-        first = "-" if self._first is None else f"{self._first - self.arrived:.3f}s"
-        tokens = self._counted if error is None else self.num_generated
-        line = (
-            f"{self._caller.route} {status} model={_shortened(self._model or '-', MAX_MODEL)} "
-            f"prompt={self._prompt_tokens} completion={tokens} "
-            f"prefill_at={','.join(self._prefill_places) or '-'} ttft={first} "
-            f"total={total_s:.3f}s finish={self._finish}"
-        )
-        if isinstance(error, ServiceError) and status >= 500:
-            line = f"{line} ({error.message})"
-        return _shortened(line, MAX_LINE - len(f"  request={self._caller.request_id}"))
+        head = f"{self._caller.route} {status} model="
+        figures = [
+            f"prompt={self._prompt_tokens}",
+            f"completion={self._counted if error is None else self.num_generated}",
+        ]
+        if self._prefill_places:
+            figures.append(f"prefill_at={','.join(self._prefill_places)}")
+        if self._first is not None:
+            figures.append(f"ttft={self._first - self.arrived:.3f}s")
+        figures += [f"total={total_s:.3f}s", f"finish={self._finish}"]
+        tail = f" {' '.join(figures)}"
+        message = f" ({error.message})" if isinstance(error, ServiceError) and status >= 500 else ""
+        room = MAX_LINE - len(f"  request={self._caller.request_id}")
+        model_len = room - len(head) - len(tail) - min(len(message), MIN_MESSAGE)
+        model = _shortened(self._model or "-", max(MIN_MODEL, model_len))
+        return _shortened(f"{head}{model}{tail}{message}", room)
 
     def _details(self, error: BaseException | None) -> str:
         """Return what the request's log line leaves out: ids, workers, the time of each phase, and

@@ -231,7 +231,7 @@ async def test_a_long_model_name_is_cut(make_http, caplog):
     assert "m" * 100 in error["message"]
     assert len(reply.content) < 1000
     (line,) = (r.getMessage() for r in caplog.records if r.name == "pdserve.gateway.request")
-    assert line.startswith(f"POST {CHAT} 404 model=- prompt=0 completion=0 ")
+    assert line.startswith(f"POST {CHAT} 404 model=- prompt=0 completion=0 total=")
     assert line.endswith(" finish=MODEL_NOT_FOUND")
 
 
