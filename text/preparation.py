@@ -111,7 +111,7 @@ class Preparation:
             raise context_overflow(self.limits, prompt_len, param, max_tokens)
         if max_tokens is None:
             max_tokens = room
-        if max_tokens > room and self.strict:
+        if self.strict and sampling.max_tokens is not None and max_tokens > room:
             field = sampling.max_tokens_field
             raise context_overflow(self.limits, prompt_len, param, max_tokens, field)
         limit = min(max_tokens, room)

@@ -104,6 +104,11 @@ async def test_a_request_wins_over_defaults_but_not_over_the_maximum(make_http, 
         assert params.max_tokens == max_tokens
     reply = await client.post(CHAT, json={"model": "tiny", "messages": HI, "min_tokens": 9})
     assert reply.json()["error"]["param"] == "min_tokens"
+    wide = overrides(override_generation_config='{"max_new_tokens": 9999}')
+    strict = make_http(router, overrides=wide, strict_max_tokens=True)
+    for fields, status in (({}, 200), ({"max_tokens": 9}, 200), ({"max_tokens": 9000}, 400)):
+        reply = await strict.post(CHAT, json={"model": "tiny", "messages": HI, **fields})
+        assert reply.status_code == status
     model = (await client.get("/v1/models/tiny")).json()
     assert model["default_sampling_params"] == {"temperature": 0.25, "top_k": 20}
     text = TextStub(await make_channel(router, overrides=settings))
