@@ -25,6 +25,7 @@ class Acceptance:
 class Caller:
     """The origin of a request.
 
+    `route` is the method and path over HTTP, or the gRPC method.
     `request_id` names it everywhere, `client_id` is the client's name for it, if any. Its usage is
     counted under `session`; `background`: no client waits for it. `headers` are added to the
     response, `at_end` runs when it is complete. `header_id` is the id in the response's head if the
@@ -42,6 +43,7 @@ class Caller:
     header_id: str = ""
     received: float | None = None
     trace: TraceContext = NOWHERE
+    route: str = "-"
     acceptance: Acceptance = field(default_factory=Acceptance, compare=False)
 
     def of_body(self, request_id: str, session_id: str | None, user: Any) -> "Caller":

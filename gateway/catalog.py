@@ -9,6 +9,7 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from pdserve.gateway.model_overrides import NO_OVERRIDES, ModelOverrides
 from pdserve.gateway.router_client import Upstream
 from pdserve.protos.common_pb2 import (
     INVALID_ARGUMENT,
@@ -50,13 +51,16 @@ class Catalog:
         any_model: bool = False,
         parsers: ParserChoice = DETECTED_PARSERS,
         strict_max_tokens: bool = False,
+        overrides: ModelOverrides = NO_OVERRIDES,
     ) -> None:
         """`aliases`: NAME=MODEL, or NAME alone for the only served model. `any_model`: any unknown
-        name means the only served model. `parsers`, `strict_max_tokens`: as in Preparation."""
+        name means the only served model. `parsers`, `strict_max_tokens`: as in Preparation.
+        `overrides`: what replaces the models' own files."""
         self._aliases = dict(_alias(text) for text in aliases)
         self._any_model = any_model
         self._parsers = parsers
         self._strict_max_tokens = strict_max_tokens
+        self._overrides = overrides
         self._upstream = upstream
         self._text_pool = text_pool
         self._seen: dict[str, ModelCard] = {}
@@ -138,6 +142,7 @@ class Catalog:
             text.tool_parser,
             text.reasoning_parser,
             self._strict_max_tokens,
+            self._overrides.max_new_tokens,
         )
         return ServedModel(card, text, preparation)
 
@@ -166,8 +171,15 @@ class Catalog:
             )
         return cards[0]
 
+    def has_template(self, card: ModelCard) -> bool:
+        """Return whether chats have a template: the model's or the operator's."""
+        return bool(card.template_digest) or self._overrides.template is not None
+
     async def template(self, card: ModelCard) -> str:
-        """Return the model's chat template, empty if it has none. Raises ServiceError."""
+        """Return the chat template of the model or of the operator; empty if there is none. Raises
+        ServiceError."""
+        if self._overrides.template is not None:
+            return self._overrides.template.decode()
         digest = card.template_digest
         return (await self._upstream.blob(digest)).decode(errors="replace") if digest else ""
 
@@ -249,6 +261,8 @@ class Catalog:
             name: await self._upstream.blob(digest) if digest else b""
             for name, digest in zip(("tokenizer", "template", "generation"), key, strict=True)
         }
+        if self._overrides.template is not None:
+            files["template"] = self._overrides.template
         model_info = TextModelInfo(
             vocab_size=card.vocab_size,
             eos_ids=tuple(card.eos_ids),
@@ -267,7 +281,7 @@ class Catalog:
                 "parsed as JSON at the beginning of an answer (--tool-parser sets another format)",
                 card.name,
             )
-        return text
+        return text._replace(defaults=self._overrides.defaults(text.defaults))
 
     async def close(self) -> None:
         """End the tokenizer workers."""

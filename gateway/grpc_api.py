@@ -90,7 +90,7 @@ class TextServicer(TextBase):
                 separate_reasoning=False,
             )
 
-        await self._answer(build, request.ByteSize(), context)
+        await self._answer("Text/Chat", build, request.ByteSize(), context)
 
     async def Complete(self, request: CompleteRequest, context: Context) -> None:
         def build() -> TextCompletionRequest:
@@ -98,10 +98,10 @@ class TextServicer(TextBase):
             salt = _cache_salt(request.options)
             return TextCompletionRequest(request.model, [request.prompt], sampling, cache_salt=salt)
 
-        await self._answer(build, request.ByteSize(), context)
+        await self._answer("Text/Complete", build, request.ByteSize(), context)
 
     async def _answer(
-        self, build: Callable[[], ClientRequest], num_bytes: int, context: Context
+        self, method: str, build: Callable[[], ClientRequest], num_bytes: int, context: Context
     ) -> None:
         """Run the request that `build` builds from a message of `num_bytes` bytes."""
         try:
@@ -110,7 +110,13 @@ class TextServicer(TextBase):
                 raise _unauthenticated()
             request_id = f"text-{uuid4().hex}"
             trace = context_of(context.invocation_metadata())
-            caller = Caller(request_id, tenant=tenant, received=time.monotonic(), trace=trace)
+            caller = Caller(
+                request_id,
+                tenant=tenant,
+                received=time.monotonic(),
+                trace=trace,
+                route=f"gRPC {method}",
+            )
             await self._deliver(build, caller, num_bytes, context)
         except ServiceError as error:
             await abort(context, error)

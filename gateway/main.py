@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from typing import Any
 from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.anthropic import AnthropicApi
 from pdserve.gateway.grpc_api import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
+from pdserve.gateway.http.admin import ADMIN_PATHS, add_admin
 from pdserve.gateway.http.api import HttpApi, HttpLimits
 from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import MAX_VALUES, VALUE_BYTES, BodyReader
@@ -26,6 +28,7 @@ from pdserve.gateway.http.serving import HttpServer
 from pdserve.gateway.listener import ConnectionCounts, host_port, listen, unix_listener
 from pdserve.gateway.mcp import McpServers, McpTools, read_config
 from pdserve.gateway.metrics import GatewayMetrics, GatewayProcesses, uncounted
+from pdserve.gateway.model_overrides import read_overrides
 from pdserve.gateway.ollama import OllamaApi
 from pdserve.gateway.openai import OpenAiApi
 from pdserve.gateway.openai.stored import LateParts
@@ -35,6 +38,7 @@ from pdserve.gateway.router_client import RouterClient
 from pdserve.gateway.service import Records, Service, ServiceOptions
 from pdserve.gateway.settings import (
     NO_DATABASE,
+    THINKING,
     GatewaySettings,
     GatewayWorker,
     PromptSettings,
@@ -69,7 +73,8 @@ def run(settings: GatewaySettings, report: Report = silent) -> int:
     """Serve until a signal; returns the exit code.
 
     Raises OSError naming a busy port or an unreadable key file, ValueError for settings that
-    cannot work. Reports "listening" {"url", "grpc"} and "ready" {"models"}.
+    cannot work. Reports "listening" {"url", "grpc"}, "ready" {"models"}, and "shutdown" {} if a
+    client with the admin key ends the server; without a reader of reports the process then ends.
     """
     configure_logging("gateway", settings.log_level, log_format=settings.log_format)
     with (
@@ -199,10 +204,12 @@ class GatewayProcess:
                 timeout_s=settings.request_timeout_s,
                 queue_timeout_s=settings.queue_timeout_s,
                 template_kwargs=settings.template_kwargs,
+                thinking=THINKING[settings.thinking],
                 parsers=ParserChoice(settings.tool_parser, settings.reasoning_parser),
                 strict_max_tokens=settings.strict_max_tokens,
                 aliases=settings.aliases,
                 any_model=settings.any_model,
+                overrides=read_overrides(settings),
                 server_tools=(
                     None if mcp is None else McpTools(mcp, settings.mcp_max_rounds, time.monotonic)
                 ),
@@ -228,7 +235,10 @@ class GatewayProcess:
         ]
         self._routes = create_routes(apis, service, self._readiness, settings.fleet_metrics)
         add_fleet(self._routes, service)
-        open_paths = add_pages(self._routes, settings.root_path)
+        open_paths = [*add_pages(self._routes, settings.root_path)]
+        if settings.admin_api_key:
+            add_admin(self._routes, settings.admin_api_key, self._shut_down)
+            open_paths += ADMIN_PATHS
         app = create_app(
             apis,
             service,
@@ -312,6 +322,17 @@ class GatewayProcess:
                 if self._stored:
                     self._stored.request()
             await asyncio.sleep(READY_S if announced else START_S)
+
+    def _shut_down(self) -> None:
+        """Drain and end the server as SIGTERM does, unless it drains already. A parent that reads
+        the reports ends all processes in order; without one, this process signals itself."""
+        if self._readiness.draining:
+            return
+        log.info("a client with the admin key ends the server")
+        if self._report is silent:
+            signal.raise_signal(signal.SIGTERM)
+        else:
+            self._report("shutdown", {})
 
     def set_serving(self, serving: bool) -> None:
         """Refuse requests from load balancers: /ready and the gRPC health fail from now on."""

@@ -23,6 +23,7 @@ from pdserve.text import (
 
 T = TypeVar("T")
 
+THINKING_SWITCHES = ("enable_thinking", "thinking")  # names that chat templates give the switch
 IDS_AT_ONCE = 256  # ids decoded before other tasks run
 
 
@@ -30,9 +31,16 @@ class ModelTexts:
     """Converts texts to token ids in tokenizer workers, and token ids to text on the event loop,
     where owners take turns. Methods raise ServiceError."""
 
-    def __init__(self, rates: RateLimits, template_kwargs: Collection[str]) -> None:
-        """`template_kwargs`: names that clients may set for a chat template."""
+    def __init__(
+        self,
+        rates: RateLimits,
+        template_kwargs: Collection[str],
+        thinking: bool | None = None,
+    ) -> None:
+        """`template_kwargs`: names that clients may set for a chat template. `thinking`: the value
+        of its switch for thinking if a request does not set one; None: the template's own."""
         self._rates = rates
+        self._thinking = thinking
         self._template_kwargs = frozenset(template_kwargs)
         self._decoding = FairSemaphore(1)
 
@@ -49,6 +57,10 @@ class ModelTexts:
                 text = f"chat_template_kwargs allows {names} on this gateway, not {quoted(name)}"
                 raise refuse(f"chat_template_kwargs.{name}", text)
         allowed = {k: v for k, v in conversation.suggested.items() if k in self._template_kwargs}
+        if self._thinking is not None and not _decides_thinking(
+            {*allowed, *conversation.variables}
+        ):
+            allowed |= dict.fromkeys(THINKING_SWITCHES, self._thinking)
         conversation = replace(conversation, suggested=allowed)
         chars = sum(len(str(message.get("content") or "")) for message in conversation.messages)
         max_chars = _max_prompt_chars(chars, model, conversation.messages_field)
@@ -111,6 +123,11 @@ class ModelTexts:
                 results.append(convert(ids[start : start + IDS_AT_ONCE]))
                 await asyncio.sleep(0)
         return results
+
+
+def _decides_thinking(names: Collection[str]) -> bool:
+    """Return whether a request that sets these variables says whether, or how much, to think."""
+    return any(name in names for name in (*THINKING_SWITCHES, "reasoning_effort"))
 
 
 def kept_ids(

@@ -38,6 +38,10 @@ class Readiness:
         """Stop being ready, because the process is about to end."""
         self._draining = True
 
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
     async def models(self) -> list[str]:
         """Return the available models; empty if not ready."""
         return (await self.check()).models

@@ -22,6 +22,7 @@ from pdserve.gateway.metrics import (
     RequestMetrics,
     uncounted,
 )
+from pdserve.gateway.model_overrides import NO_OVERRIDES, ModelOverrides
 from pdserve.gateway.model_texts import ModelTexts, check_ids, kept_ids
 from pdserve.gateway.pooling import PoolingRuns, PreparedInputs
 from pdserve.gateway.prepared_completion import PreparedCompletion, Prompt, ToolLoop
@@ -72,16 +73,19 @@ class Records:
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
     """How a Service treats all requests. `template_kwargs`: names that clients may set for a chat
-    template. `strict_max_tokens`: refuse a max_tokens beyond the context. `aliases` and `any_model`
-    are the Catalog's."""
+    template. `thinking`: whether models think if a request does not say it; None: the template
+    decides. `strict_max_tokens`: refuse a max_tokens beyond the context. `aliases`, `any_model` and
+    `overrides` are the Catalog's."""
 
     timeout_s: float
     queue_timeout_s: float
     template_kwargs: Collection[str] = ()
+    thinking: bool | None = None
     parsers: ParserChoice = field(default_factory=ParserChoice)
     strict_max_tokens: bool = False
     aliases: Sequence[str] = ()
     any_model: bool = False
+    overrides: ModelOverrides = NO_OVERRIDES
     server_tools: ServerTools | None = None
 
 
@@ -112,11 +116,12 @@ class Service:
             options.any_model,
             options.parsers,
             options.strict_max_tokens,
+            options.overrides,
         )
         self.completions = Completions(upstream, records.clock)
         self.pooling = PoolingRuns(upstream, records.clock)
         self.parsers = options.parsers
-        self.texts = ModelTexts(rates, options.template_kwargs)
+        self.texts = ModelTexts(rates, options.template_kwargs, options.thinking)
         self.limits = limits
         self.rates = rates
         self.metrics = records.metrics
@@ -384,10 +389,11 @@ class Service:
 def _kept(request: ClientRequest, ids: Sequence[int], model: ServedModel) -> Sequence[int]:
     """Apply `kept_ids`, leaving room for the requested answer, at most half of the context."""
     context_len = model.card.context_len
-    answer_len = min(request.sampling.max_tokens or 1, context_len // 2)
+    answer_len = min(model.preparation.max_tokens(request.sampling) or 1, context_len // 2)
     return kept_ids(ids, request.kept_tokens, model, context_len - answer_len)
 
 
-def not_supported(api: str) -> ServiceError:
-    """Return the error for a model of another kind, in vLLM's words."""
-    return refuse("model", f"The model does not support {api} API")
+def not_supported(api: str, remedy: str = "") -> ServiceError:
+    """Return the error for a model of another kind, in vLLM's words. `remedy`: what an operator can
+    do, e.g. "; start ..."."""
+    return refuse("model", f"The model does not support {api} API{remedy}")

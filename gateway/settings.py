@@ -10,6 +10,7 @@ from pdserve.text.reasoning import reasoning_parser_names
 from pdserve.text.tool_parsers import tool_parser_names
 
 NO_DATABASE = "none"
+THINKING = {"auto": None, "on": True, "off": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,15 @@ class PromptSettings(KeySettings):
         ("enable_thinking", "thinking", "reasoning_effort", "verbosity"),
         "names of variables that clients may set for chat templates (chat_template_kwargs)",
     )
+    chat_template: str = option(
+        "", "file of a Jinja chat template for all models; empty: each model's own"
+    )
+    thinking: str = option(
+        "auto",
+        "whether models think before they answer, for requests that do not say it; auto: the chat "
+        "template's default",
+        choices=tuple(THINKING),
+    )
     tool_parser: str = option(
         "auto",
         "format of models' tool calls; auto: detected from the chat template or the prompt",
@@ -105,6 +115,11 @@ class GatewaySettings(PromptSettings, PublicSettings):
         "host:port of routers, which share the requests; names are resolved repeatedly; or "
         "kubernetes:///SERVICE:PORT (docs/discovery.md)",
     )
+    admin_api_key: str = option(
+        "",
+        "key of the operator, for POST /shutdown alone; empty: the route does not exist",
+        secret=True,
+    )
     open_metrics: bool = option(False, "serve /metrics without an API key")
     fleet_metrics: bool = option(
         True, "include the fleet's metrics in /metrics; turn off if routers and workers are scraped"
@@ -120,6 +135,17 @@ class GatewaySettings(PromptSettings, PublicSettings):
         flag="alias",
     )
     any_model: bool = option(False, "accept any model name in requests if only one model is served")
+    generation_config: str = option(
+        "auto",
+        "sampling defaults of requests; auto: those that the model recommends; none or vllm: "
+        "neutral ones; or a JSON file, or a folder with generation_config.json",
+    )
+    override_generation_config: str = option(
+        "",
+        "JSON object of sampling defaults that replace single ones, e.g. "
+        '\'{"temperature": 0.7, "max_new_tokens": 512}\'; max_new_tokens is the maximum of every '
+        "request's max_tokens",
+    )
     strict_max_tokens: bool = option(
         False,
         "reject a max_tokens that does not fit into the context; otherwise the answer ends at the "

@@ -14,7 +14,15 @@ from pdserve.engine.api import Request
 from pdserve.engine.checkpoints import CardData
 from pdserve.llm.chat import ChatOptions
 from pdserve.llm.generation import Embedding, Generation, PreparedRequest, RequestEvent
-from pdserve.llm.model import Deliveries, InProcessModel, Model, config_of, put
+from pdserve.llm.model import (
+    Deliveries,
+    InProcessModel,
+    Model,
+    TemplateFile,
+    config_of,
+    put,
+    template_of,
+)
 from pdserve.llm.outputs import Conversation, OutputDelta, RequestOutput
 from pdserve.llm.prompts import Prompt, as_list
 from pdserve.llm.sampling import SamplingParams
@@ -38,11 +46,14 @@ class AsyncEngine:
         *,
         tool_parser: str = AUTO,
         reasoning_parser: str = AUTO,
+        chat_template: TemplateFile = None,
     ) -> None:
-        """Check the options; `start` loads the model. `config` is a model or an EngineConfig.
+        """Check the options; `start` loads the model. `config` is a model or an EngineConfig, the
+        other arguments are those of LLM.
         Raises TypeError, and ValueError for a bad value."""
         self._config = config_of(config, {}, "Engine")
         self._parsers = ParserChoice(tool_parser, reasoning_parser)
+        self._template = template_of(chat_template)
         self._starting = asyncio.Lock()
         self._loaded: InProcessModel | None = None
 
@@ -65,7 +76,9 @@ class AsyncEngine:
             with suppress(RuntimeError):  # the loop is closed, so no task waits
                 loop.call_soon_threadsafe(put, deliveries)
 
-        return await asyncio.to_thread(InProcessModel, self._config, self._parsers, deliver)
+        return await asyncio.to_thread(
+            InProcessModel, self._config, self._parsers, deliver, self._template
+        )
 
     async def close(self) -> None:
         """Stop the engine and fail the requests that still run. May be called again."""

@@ -14,7 +14,7 @@ from pdserve.engine.api import Request
 from pdserve.engine.checkpoints import CardData
 from pdserve.llm.chat import ChatOptions, conversations
 from pdserve.llm.generation import Embedding, Generation, PreparedRequest, RequestEvent
-from pdserve.llm.model import InProcessModel, Model, config_of, put
+from pdserve.llm.model import InProcessModel, Model, TemplateFile, config_of, put, template_of
 from pdserve.llm.outputs import Conversation, OutputDelta, RequestOutput
 from pdserve.llm.prompts import Prompt, as_list, per_prompt
 from pdserve.llm.sampling import SamplingParams
@@ -39,16 +39,19 @@ class LLM:
         *,
         tool_parser: str = AUTO,
         reasoning_parser: str = AUTO,
+        chat_template: TemplateFile = None,
         **options: Any,
     ) -> None:
         """Load `model`, a value of `pdserve up --model` or an EngineConfig. `options` are the other
         fields of EngineConfig (`weights="bf16"`, `kv_tokens=8192`, ...). `tool_parser` and
-        `reasoning_parser` take the values of these options of `pdserve gateway`.
+        `reasoning_parser` take the values of these options of `pdserve gateway`, and so does
+        `chat_template`, the path of a Jinja file that replaces the model's template.
 
         Raises TypeError for an unknown option, ValueError for a bad value, CheckpointError.
         """
         config = config_of(model, options, "LLM")
-        self._model = InProcessModel(config, ParserChoice(tool_parser, reasoning_parser), put)
+        parsers, template = ParserChoice(tool_parser, reasoning_parser), template_of(chat_template)
+        self._model = InProcessModel(config, parsers, put, template)
 
     @property
     def card(self) -> CardData:

@@ -30,10 +30,21 @@ from pdserve.engine.thread import EngineThread
 from pdserve.llm.generation import RequestEvent, SubmitRefused
 from pdserve.llm.prompts import PromptMaker
 from pdserve.text import ParserChoice
+from pdserve.text.templates import read_template
 
 EXIT_POLL_S = 0.5  # interval at which an unclosed model checks whether the main thread has ended
 CLOSED = "the model is closed"
+TemplateFile = str | PathLike[str] | None  # None: the model's own chat template
 Model = str | PathLike[str] | EngineConfig  # a path, a Hugging Face id, or all options
+
+
+def template_of(path: TemplateFile) -> bytes:
+    """Return the source of the chat template in a file; empty without one. Raises ValueError if the
+    file cannot be used."""
+    try:
+        return b"" if path is None else read_template(path)
+    except ValueError as error:
+        raise ValueError(f"chat_template: {error}") from None
 
 
 class Inbox(Protocol):
@@ -59,13 +70,14 @@ class InProcessModel:
         config: EngineConfig,
         parsers: ParserChoice,
         deliver: Callable[[Deliveries], None],
+        template: bytes = b"",
     ) -> None:
         """Load the model and start its engine thread. `deliver` runs on the engine thread, or after
-        `close` on the caller's thread, and must not block. Raises CheckpointError, and ValueError
-        for an unknown parser."""
+        `close` on the caller's thread, and must not block. `template`: source of the chat template;
+        empty: the model's. Raises CheckpointError, and ValueError for an unknown parser."""
         engine, self.card = build_engine(config)
         try:
-            self.prompts = PromptMaker(self.card, parsers)
+            self.prompts = PromptMaker(self.card, parsers, template)
         except BaseException:
             engine.close()
             raise

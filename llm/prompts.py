@@ -49,13 +49,14 @@ T = TypeVar("T")
 class PromptMaker:
     """Build the engine requests of one model."""
 
-    def __init__(self, card: CardData, parsers: ParserChoice) -> None:
-        """Load the tokenizer and chat template. Raises ValueError for an unknown parser."""
+    def __init__(self, card: CardData, parsers: ParserChoice, template: bytes = b"") -> None:
+        """Load the tokenizer and chat template. `template`: its source; empty: the model's. Raises
+        ValueError for an unknown parser."""
         _check_parser("tool_parser", parsers.tools, tool_parser_names())
         _check_parser("reasoning_parser", parsers.reasoning, reasoning_parser_names())
         files = {
             "tokenizer": card.tokenizer_json,
-            "template": card.chat_template.encode(),
+            "template": template or card.chat_template.encode(),
             "generation": json.dumps(card.generation_config).encode(),
         }
         model_info = TextModelInfo(card.vocab_size, card.eos_ids, card.bos_id, card.adds_bos)

@@ -1,8 +1,10 @@
-"""Reads the sampling defaults that a model's authors recommend from generation_config.json."""
+"""Sampling defaults: those that a model's authors recommend in generation_config.json, and those of
+an operator's config, which has the same form."""
 
 import json
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -47,16 +49,55 @@ class GenerationDefaults:
         return cls(**{name: _number(config, name) for name in names})
 
 
+@dataclass(frozen=True, slots=True)
+class OperatorConfig:
+    """Defaults for params that a request omits, and the maximum of its max_tokens, which it cannot
+    exceed; None: no maximum."""
+
+    defaults: GenerationDefaults = GenerationDefaults()
+    max_new_tokens: int | None = None
+
+
+def operator_config(config: Mapping[str, Any], *, strict: bool = False) -> OperatorConfig:
+    """Convert an operator's config. Other names are ignored, as in a model's file, or refused if
+    `strict`. Raises ValueError with the reason if a value is invalid or a name is refused."""
+    names = [item.name for item in fields(GenerationDefaults)]
+    unknown = sorted(config.keys() - {*names, _CAP})
+    if strict and unknown:
+        known = ", ".join((*names, _CAP))
+        raise ValueError(f"unknown name {unknown[0]!r:.60}; known names: {known}")
+    for name in (*names, _CAP):
+        value = config.get(name)
+        if value is not None and not _is_valid(name, value):
+            kind = "a whole number" if name in _WHOLE else "a number"
+            allowed = BOUNDS[_BOUNDED_AS.get(name, name)].api
+            raise ValueError(f"{name} must be {kind} {allowed}, not {value!r:.40}")
+    values = {name: _converted(name, config[name]) for name in names if name in config}
+    return OperatorConfig(GenerationDefaults(**values), config.get(_CAP))
+
+
+_CAP = "max_new_tokens"
+_WHOLE = ("top_k", _CAP)
+_BOUNDED_AS = {_CAP: "max_tokens"}
+
+
 def _number(config: dict[str, Any], name: str) -> Any:
-    kind: type = int if name == "top_k" else float
-    value, allowed = config[name], BOUNDS[name].api
-    if value is None:
-        return None
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    fits = is_int or (kind is float and isinstance(value, float) and math.isfinite(value))
-    if not fits or not allowed.has(value):
+    value = config[name]
+    if value is not None and not _is_valid(name, value):
         logger.warning(
             "generation_config.json: ignoring %s, because its value %.40r is invalid", name, value
         )
         return None
-    return max(value, 0) if kind is int else float(value)
+    return _converted(name, value)
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    is_float = isinstance(value, float) and math.isfinite(value) and name not in _WHOLE
+    return (is_int or is_float) and BOUNDS[_BOUNDED_AS.get(name, name)].api.has(value)
+
+
+def _converted(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    return max(value, 0) if name in _WHOLE else float(value)

@@ -37,7 +37,8 @@ class Preparation:
 
     `defaults`: sampling that the model's authors recommend. `tool_parser`, `reasoning_parser`: the
     families of the model's template, empty if it has none. `strict`: refuse a max_tokens beyond the
-    context instead of cutting it.
+    context instead of cutting it. `max_new_tokens`: the operator's maximum of max_tokens; None: no
+    maximum.
     """
 
     limits: ModelLimits
@@ -47,6 +48,7 @@ class Preparation:
     tool_parser: str
     reasoning_parser: str
     strict: bool = False
+    max_new_tokens: int | None = None
 
     @property
     def families(self) -> Families:
@@ -65,6 +67,11 @@ class Preparation:
             values |= {"top_p": 1.0, "top_k": 1}
         values["top_k"] = min(max(values["top_k"], 0), self.limits.vocab_size)
         return values
+
+    def max_tokens(self, requested: RequestedSampling) -> int | None:
+        """Return how many tokens an answer may have; None: all that fit into the context."""
+        limits = (requested.max_tokens, self.max_new_tokens)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def check_model_bounds(self, requested: RequestedSampling) -> None:
         """Check the bounds that depend on the model: token ids lie in its vocabulary, and
@@ -97,14 +104,14 @@ class Preparation:
         min_tokens, and if `strict` for max_tokens."""
         param, sampling, prompt_len = request.prompt_field, request.sampling, len(ids)
         room = self.limits.context_len - prompt_len
-        max_tokens = sampling.max_tokens
+        max_tokens = self.max_tokens(sampling)
         if not ids:
             raise TextError("the prompt has no tokens", param)
         if room <= 0:
             raise context_overflow(self.limits, prompt_len, param, max_tokens)
         if max_tokens is None:
             max_tokens = room
-        if max_tokens > room and self.strict:
+        if self.strict and sampling.max_tokens is not None and max_tokens > room:
             field = sampling.max_tokens_field
             raise context_overflow(self.limits, prompt_len, param, max_tokens, field)
         limit = min(max_tokens, room)
@@ -151,8 +158,9 @@ class Preparation:
         penalizes = repeats or r.presence_penalty or r.frequency_penalty
         values["penalty_window"] = min(r.penalty_window, context_len) if penalizes else 0
         values["n"] = r.best_of or r.n
-        if r.max_tokens is not None and r.max_tokens > context_len - prompt_len:
-            values["max_tokens"] = None
+        max_tokens = self.max_tokens(r)
+        fits = max_tokens is not None and max_tokens <= context_len - prompt_len
+        values["max_tokens"] = max_tokens if fits else None
         if r.logprobs is None and values["n"] > r.n:
             values["logprobs"] = 0  # to rank the candidates
         if prompt_len == 1:  # a prompt's first token has no log-probability

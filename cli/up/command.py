@@ -135,14 +135,27 @@ class System:
             endpoint(self._gateway)
         except ValueError as error:
             raise OptionError(str(error)) from None
-        if self._gateway.mcp_config:
-            _check_mcp(self._gateway.mcp_config)
+        self._check_gateway_files()
         for flag, host, port in (
             ("--port", self._gateway.host, self._gateway.port),
             ("--grpc-port", self._gateway.host, self._gateway.grpc_port),
             ("--router-port", "127.0.0.1", up.router_port),
         ):
             check_free(flag, host, port)
+
+    def _check_gateway_files(self) -> None:
+        """Raise OptionError if a file that the gateway reads at its start cannot be used. The
+        imports are here because they are slow."""
+        try:
+            if self._gateway.mcp_config:
+                from pdserve.gateway.mcp import read_config
+
+                read_config(self._gateway.mcp_config)
+            from pdserve.gateway.model_overrides import read_overrides
+
+            read_overrides(self._gateway)
+        except ValueError as error:
+            raise OptionError(str(error)) from None
 
     def _has_keys(self) -> bool:
         """Return whether the gateway requires API keys. Raises OptionError if the configured keys
@@ -384,16 +397,6 @@ def free_port() -> int:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
             return port
-
-
-def _check_mcp(path: str) -> None:
-    """Raise OptionError if the configuration file of MCP servers cannot be used."""
-    from pdserve.gateway.mcp import read_config  # imports pydantic, which is slow
-
-    try:
-        read_config(path)
-    except ValueError as error:
-        raise OptionError(str(error)) from None
 
 
 def check_free(flag: str, host: str, port: int) -> None:

@@ -79,7 +79,7 @@ def death_of(child: Child, code: int | None) -> str:
 
 class Supervisor:
     """Keeps child processes running. A context manager for the main thread; while it is open, it
-    handles this process's signals."""
+    handles this process's signals. A child's report "shutdown" has the effect of SIGTERM."""
 
     def __init__(
         self,
@@ -235,6 +235,8 @@ class Supervisor:
                 return
             if event == "ready":
                 child.ready = child.was_ready = True
+            elif event == "shutdown" and not self.signals:
+                self.signals.append(signal.SIGTERM)
             elif event == "failed":
                 child.failure = str(figures.get("message", ""))
             child.figures.update(figures)

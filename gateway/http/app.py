@@ -40,6 +40,7 @@ from pdserve.services.common.fairness import FairSemaphore
 from pdserve.services.common.tenants import ApiKeys, Tenant
 
 log = logging.getLogger("pdserve.gateway.http")
+PROBES = ("/health", "/health/live", "/health/ready", "/ready")  # routes that need no API key
 SCRAPE_PAUSE_S = 0.1  # between two metrics pages, each of which takes milliseconds to make
 _YES_OR_NO = ("true", "false")
 _FLEET = {
@@ -77,11 +78,13 @@ def add_operations(
 ) -> None:
     scraping = FairSemaphore(1)
 
+    @app.get("/health/live", **describe(response=Health))
     @app.get("/health", **describe(response=Health))
     async def health() -> Response:
         """Check that the gateway process is running."""
         return JSONResponse({"status": "ok"})
 
+    @app.get("/health/ready", **describe(response=Ready))
     @app.get("/ready", **describe(response=Ready))
     async def ready() -> Response:
         """List the models that are ready to answer; 503 if none is."""
@@ -285,7 +288,7 @@ def create_app(
         raise ValueError(
             f"--root-path: {root_path} is a prefix of the server's own routes; choose another"
         )
-    open_routes = ["/health", "/ready", *open_paths, *(["/metrics"] if open_metrics else [])]
+    open_routes = [*PROBES, *open_paths, *(["/metrics"] if open_metrics else [])]
     guard = _normalize(Guard(app, keys, open_routes, apis, local, allowed_origins), root_path)
     if not allowed_origins:
         return guard
@@ -399,7 +402,14 @@ async def post(app: ASGIApp, path: str, body: bytes, tenant: Tenant, session: st
             parts.append(message.get("body", b""))
 
     with ExitStack() as at_end, suppress(Exception):  # the application has answered and logged it
-        caller = Caller(request_id, tenant=tenant, at_end=at_end, session=session, background=True)
+        caller = Caller(
+            request_id,
+            tenant=tenant,
+            at_end=at_end,
+            session=session,
+            background=True,
+            route=f"POST {path}",
+        )
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},

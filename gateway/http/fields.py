@@ -267,7 +267,7 @@ def log_unsupported(handling: Handling, subject: str, kinds: Iterable[str]) -> N
     """Log which types of entries, or which fields, of a request are left out or dropped. Does
     nothing without `kinds`."""
     if names := sorted(set(kinds)):
-        log.info(
+        log.debug(
             "a request has unsupported fields or entries, which are %s: %s",
             handling.value,
             cut(f"{subject} {', '.join(map(repr, names))}", MAX_QUOTED),

@@ -78,6 +78,11 @@ def _host_of(url: str) -> str:
         return ""
 
 
+def authorization_of(headers: Headers) -> str:
+    """Return the Authorization header, or its equivalent for the key in API_KEY."""
+    return headers.get("authorization") or f"Bearer {headers.get(API_KEY, '')}"
+
+
 class Guard:
     """ASGI application that checks each request before it passes it to the application `app`.
 
@@ -124,8 +129,7 @@ class Guard:
                 outgoing.update(extra_headers)
             await send(message)
 
-        shown_key = headers.get("authorization") or f"Bearer {headers.get(API_KEY, '')}"
-        tenant = self._keys.tenant(shown_key)
+        tenant = self._keys.tenant(authorization_of(headers))
         probe = scope["path"] in self._open_paths  # waits only for other probes
         async with (self._probing if probe else self._entering).turn((tenant or EVERYBODY).id):
             await asyncio.sleep(0)  # lets requests that entered before go on
@@ -147,6 +151,7 @@ class Guard:
                 header_id=generated_id,
                 received=received,
                 trace=TraceContext(headers.get("traceparent", ""), headers.get("tracestate", "")),
+                route=f"{scope['method']} {scope['path']}",
             )
             scope.setdefault("state", {}).update(caller=caller)
             await self._app(scope, receive, send_with_id)

@@ -20,13 +20,16 @@ from itertools import islice
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.metrics.metrics import GatewayMetrics, Observer
-from pdserve.protos.common_pb2 import ErrorCode, Finished, Phases
+from pdserve.protos.common_pb2 import CANCELLED, INTERNAL, ErrorCode, Finished, Phases
 from pdserve.protos.router_pb2 import Placed
-from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.errors import HTTP_STATUS, ServiceError
 from pdserve.services.common.tracing import NO_SPAN, TraceSpan
 
 log = logging.getLogger("pdserve.gateway.request")
 MAX_ATTEMPTS = 16  # recorded per request
+MAX_LINE = 200  # characters of a request's log line
+MIN_MODEL = 8  # of a model's name in the line, which is cut before the figures are
+MIN_MESSAGE = 40  # of an error's message, for which the name is cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,23 +260,14 @@ class RequestMetrics:
         self._note_usage(error)
         if error is None:
             self._count(now - self.arrived)
-            outcome = self._finish = ",".join(self._finishes)
+            self._finish = ",".join(self._finishes)
         else:
-            code = self._finish = _code(error)
-            self._metrics.failures.labels(code).inc()
-            outcome = f"{code} ({error.message})" if isinstance(error, ServiceError) else code
-        total = f"total={now - self.arrived:.3f}s"
-        if self._caller.client_id:
-            total += f" client_id={self._caller.client_id}"
-        elif self._caller.header_id:
-            total += f" header_id={self._caller.header_id}"
-        if self._caller.tenant.name:
-            total += f" key={self._caller.tenant.name}"
-        if error is not None and not self._decode:
-            line = f"never placed: finish={outcome} {total}"
-        else:
-            line = f"{self._token_counts()} finish={outcome} {self._phase_times()} {total}"
-        log.info("%s", line, extra={"request": self._caller.request_id})
+            self._finish = ErrorCode.Name(_code(error))
+            self._metrics.failures.labels(self._finish).inc()
+        extra = {"request": self._caller.request_id}
+        log.info("%s", self._line(now - self.arrived, error), extra=extra)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", self._details(error), extra=extra)
         if self.span.recorded:
             self._end_span("" if error is None else self._finish)
 
@@ -346,23 +340,40 @@ class RequestMetrics:
             return
         self._count_usage(self._caller, self._model, usage)
 
-    def _token_counts(self) -> str:
-        """Return the part of the log line with the model and the numbers of input, cached and
-        output tokens."""
-        return (
-            f"{self._model}: {self._prompt_tokens} tokens in ({self._cached} cached), "
-            f"{self._counted} out,"
-        )
+    def _line(self, total_s: float, error: BaseException | None) -> str:
+        """Return the request's log line: at most MAX_LINE characters, with the id that the log's
+        format adds. It has the messages of the server's errors only, because others may quote the
+        client's text."""
+        status = 200 if error is None else HTTP_STATUS[_code(error)]
+        head = f"{self._caller.route} {status} model="
+        figures = [
+            f"prompt={self._prompt_tokens}",
+            f"completion={self._counted if error is None else self.num_generated}",
+        ]
+        if self._prefill_places:
+            figures.append(f"prefill_at={','.join(self._prefill_places)}")
+        if self._first is not None:
+            figures.append(f"ttft={self._first - self.arrived:.3f}s")
+        figures += [f"total={total_s:.3f}s", f"finish={self._finish}"]
+        tail = f" {' '.join(figures)}"
+        message = f" ({error.message})" if isinstance(error, ServiceError) and status >= 500 else ""
+        room = MAX_LINE - len(f"  request={self._caller.request_id}")
+        model_len = room - len(head) - len(tail) - min(len(message), MIN_MESSAGE)
+        model = _shortened(self._model or "-", max(MIN_MODEL, model_len))
+        return _shortened(f"{head}{model}{tail}{message}", room)
 
-    def _phase_times(self) -> str:
-        """Return the part of the log line with the workers and the time of each phase."""
-        first = "-" if self._first is None else f"{self._first - self.arrived:.3f}s"
-        phases = self._phases
+    def _details(self, error: BaseException | None) -> str:
+        """Return what the request's log line leaves out: ids, workers, the time of each phase, and
+        the message of an error."""
+        caller, phases = self._caller, self._phases
+        ids = {"client_id": caller.client_id, "header_id": caller.header_id}
+        named = {**ids, "key": caller.tenant.name, "decode": self._decode}
+        names = "".join(f" {name}={value}" for name, value in named.items() if value)
+        message = f" error: {error.message}" if isinstance(error, ServiceError) else ""
         return (
-            f"prefill_at={','.join(self._prefill_places) or '-'} decode={self._decode or '-'} "
-            f"queue={phases.queue_s:.3f}s prefill={phases.prefill_s:.3f}s "
-            f"transfer={phases.transfer_s:.3f}s first_token={phases.first_token_s:.3f}s "
-            f"ttft={first}"
+            f"request details: cached={self._cached} queue={phases.queue_s:.3f}s "
+            f"prefill={phases.prefill_s:.3f}s transfer={phases.transfer_s:.3f}s "
+            f"first_token={phases.first_token_s:.3f}s{names}{message}"
         )
 
     def _count(self, total_s: float) -> None:
@@ -385,11 +396,15 @@ class RequestMetrics:
             m.success.labels(self._model, finish).inc()
 
 
-def _code(error: BaseException) -> str:
+def _shortened(text: str, max_len: int) -> str:
+    return text if len(text) <= max_len else f"{text[: max_len - 3]}..."
+
+
+def _code(error: BaseException) -> ErrorCode:
     if isinstance(error, ServiceError):
-        return ErrorCode.Name(error.code)
+        return error.code
     disconnected = isinstance(error, asyncio.CancelledError | GeneratorExit)
-    return "CANCELLED" if disconnected else "INTERNAL"
+    return CANCELLED if disconnected else INTERNAL
 
 
 MAX_ENDED = 1000  # about 1 KB each, at most 8 KB: ids, attempts and finish reasons are bounded

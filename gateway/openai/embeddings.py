@@ -110,7 +110,9 @@ class EmbeddingReply:
     async def _tokenized(self, model: ServedModel) -> list[Sequence[int]]:
         card = model.card
         if not card.pooling:
-            raise not_supported("Embeddings")
+            raise not_supported(
+                "Embeddings", "; to serve it for embeddings, start its workers with --task embed"
+            )
         if self._body.dimensions is not None and self._body.dimensions > card.hidden_size:
             limit = card.hidden_size
             raise refuse("dimensions", f"dimensions must be from 1 to {limit} for this model")

@@ -685,17 +685,20 @@ class PageQuery(ResponseModel):
     order: Literal["asc", "desc"] = "desc"
 
 
+MAX_LISTED_FILES = 1000
+
+
 class FilesQuery(PageQuery):
-    limit: int = Field(10_000, ge=1, le=10_000)
+    limit: int = Field(MAX_LISTED_FILES, ge=1, le=MAX_LISTED_FILES)
     purpose: str = ""
 
 
 class UsageReportQuery(ResponseModel):
-    start_time: int = Field(ge=0, le=1 << 40)
-    end_time: int = Field(ge=0, le=1 << 40)
+    start_time: int = Field(ge=0, lt=1 << 40)
+    end_time: int = Field(ge=1, le=1 << 40)
     bucket_width: Literal["1h", "1d"] = "1d"
-    group_by: list[Literal["model", "api_key_id", "session_id"]] = Field(max_length=3)
+    group_by: list[Literal["model", "api_key_id", "session_id"]]
     limit: int = Field(ge=1, le=168)
-    page: int = Field(ge=0, le=1 << 40)
+    page: int = Field(ge=0, lt=1 << 40)
     models: list[str] = Field(max_length=100)
     session_ids: list[str] = Field(max_length=100)

@@ -56,7 +56,7 @@ def capabilities(service: Service, card: ModelCard) -> dict[str, bool | None]:
     """Return what the model can do, by name of the capability. `reasoning` is None until the
     model's tokenizer is loaded."""
     generates = not (card.pooling or card.score_token_ids)
-    chat = generates and bool(card.template_digest)
+    chat = generates and service.catalog.has_template(card)
     text = service.catalog.loaded(card)
     return {
         "completion": generates,
@@ -70,7 +70,8 @@ def capabilities(service: Service, card: ModelCard) -> dict[str, bool | None]:
 
 
 def default_sampling(service: Service, card: ModelCard) -> dict[str, float] | None:
-    """Return the sampling parameters that the model recommends; None until its files are read."""
+    """Return the sampling parameters that requests have by default, as the model or the operator
+    sets them; None until the model's files are read."""
     text = service.catalog.loaded(card)
     if text is None:
         return None
@@ -78,8 +79,7 @@ def default_sampling(service: Service, card: ModelCard) -> dict[str, float] | No
 
 
 def llama_sampling(service: Service, card: ModelCard) -> dict[str, float]:
-    """Return the sampling parameters that the model recommends, by llama.cpp's names; empty until
-    the model's files are read."""
+    """Return `default_sampling` by llama.cpp's names; empty until the model's files are read."""
     names = {"repetition_penalty": "repeat_penalty"}
     defaults = default_sampling(service, card) or {}
     return {names.get(name, name): value for name, value in defaults.items()}

@@ -267,7 +267,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         served = self._served.get(attempt)
         if served is None:
             return
-        log.info(
+        log.debug(
             "the KV hand-off to this worker was lost, so the router retries the request: %s",
             reason,
             extra={"request": served.name},
@@ -282,7 +282,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         if served is None:
             return
         if sent.reason:
-            log.info(
+            log.debug(
                 "the request could not migrate to another decode worker and continues here: %s",
                 sent.reason,
                 extra={"request": served.name},
@@ -292,7 +292,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         self._forget(served, "")
         self.leases.cancelled(served)
         text = "the request migrated to another decode worker with %.1f MB of KV"
-        log.info(text, sent.num_bytes / 1e6, extra={"request": served.name})
+        log.debug(text, sent.num_bytes / 1e6, extra={"request": served.name})
         moved = wire.Moved(attempt=attempt, to=sent.attempt, sent_bytes=sent.num_bytes)
         served.session.outbox.put(wire.DecodeEvent(moved=moved))
 
@@ -322,7 +322,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
                 served.session.outbox.put(wire.DecodeEvent(embedding=embedding))
             case Finished(_, cached_tokens):
                 finished = served.finished(cached_tokens)
-                log.info("%s", served.log_line(finished), extra={"request": served.name})
+                log.debug("%s", served.log_line(finished), extra={"request": served.name})
                 self._end(served, wire.DecodeEvent(finished=finished))
             case Evicted():
                 self._forget(served, "evicted")

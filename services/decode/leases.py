@@ -150,18 +150,18 @@ class Leases:
         match action:
             case LeaseAction.PARK:
                 text = "the router's session was lost; the request waits for a router to resume it"
-                log.info(text, extra={"request": served.name})
+                log.debug(text, extra={"request": served.name})
                 self._park(served, True)
             case LeaseAction.UNPARK:
                 self._park(served, False)
             case LeaseAction.HAND_OVER:
                 assert new_session is not None  # the session that sent Resume
                 text = "another session of a router resumed the request"
-                log.info(text, extra={"request": served.name})
+                log.debug(text, extra={"request": served.name})
                 self._hand_over(served, new_session, counts)
             case LeaseAction.GIVE_UP:
                 text = "no router resumed the request in time; it is aborted"
-                log.info(text, extra={"request": served.name})
+                log.debug(text, extra={"request": served.name})
                 self._give_up(served)
             case LeaseAction.FORGET:
                 if served.resume is not None:

@@ -9,8 +9,10 @@ from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.http.api import HttpLimits
 from pdserve.gateway.main import make_text_limits
 from pdserve.gateway.metrics import GatewayMetrics
+from pdserve.gateway.model_overrides import ModelOverrides, read_template_override
 from pdserve.gateway.router_client import RouterClient
 from pdserve.gateway.service import Records, ServiceOptions
+from pdserve.gateway.settings import THINKING
 from pdserve.protos.ext_proc_pb2_grpc import add_ExternalProcessorServicer_to_server
 from pdserve.services.common import lifecycle
 from pdserve.services.common.auth.access import make_access, make_tls
@@ -74,7 +76,9 @@ class PickerProcess:
                 timeout_s=limit_s,
                 queue_timeout_s=limit_s,
                 template_kwargs=settings.template_kwargs,
+                thinking=THINKING[settings.thinking],
                 parsers=ParserChoice(settings.tool_parser, settings.reasoning_parser),
+                overrides=ModelOverrides(template=read_template_override(settings)),
             ),
         )
         max_body_bytes, max_bodies_bytes = settings.max_body_bytes, settings.max_bodies_bytes

@@ -364,7 +364,7 @@ def _add_phases(span: TraceSpan, sent: Sent) -> None:
 def _log(sent: Sent, request: str) -> None:
     phases = _phases(sent)
     outcome = sent.reason or f"{sent.num_bytes / 1e6:.1f} MB by {sent.transport}"
-    log.info(
+    log.debug(
         "hand-off %s: %s; %d tokens cached; queue %.3f s, prefill %.3f s, transfer %.3f s",
         sent.attempt.hex()[:8],
         outcome,

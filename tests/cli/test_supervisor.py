@@ -386,3 +386,13 @@ def test_no_orphan_when_the_parent_is_killed(preload: tuple[str, ...]) -> None:
 def ended(process: psutil.Process) -> bool:
     """Return whether a process has ended; an orphan may remain as a zombie until it is reaped."""
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_child_can_end_the_system_as_sigterm_does(supervisor: Supervisor) -> None:
+    children = [start(supervisor, "good")]
+    assert all_ready(supervisor)
+    children.append(start(supervisor, "ending"))
+    assert supervisor.run_until(lambda: False, LIMIT_S)
+    assert supervisor.signals == [signal.SIGTERM]
+    assert supervisor.stop([children], LIMIT_S), "no child was killed"
+    assert not any(psutil.pid_exists(child.figures["pid"]) for child in children)

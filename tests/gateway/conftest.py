@@ -24,6 +24,7 @@ from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.serving import HttpServer
 from pdserve.gateway.listener import listen
+from pdserve.gateway.model_overrides import NO_OVERRIDES, ModelOverrides
 from pdserve.gateway.ollama import OllamaApi
 from pdserve.gateway.openai import OpenAiApi
 from pdserve.gateway.readiness import Readiness
@@ -90,11 +91,14 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
         strict_max_tokens: bool = False,
         aliases: Sequence[str] = (),
         any_model: bool = False,
+        overrides: ModelOverrides = NO_OVERRIDES,
+        thinking: bool | None = None,
         **guard: Any,
     ) -> ASGIApp:
         service = make_service(
             router, limits, text_pool, rates, template_kwargs, parsers,
             strict_max_tokens=strict_max_tokens, aliases=aliases, any_model=any_model,
+            overrides=overrides, thinking=thinking,
         )  # fmt: skip
         arrange(service)
         bodies = BodyReader(bounds)

@@ -126,11 +126,15 @@ async def test_from_start_to_stop(gateway):
         metrics = (await http.get("/metrics")).text
     assert 'vllm:generation_tokens_total{model_name="tiny"}' in metrics
     assert await gateway.stop() == 0
-    line = next(line for line in gateway.log.splitlines() if "finish=" in line)
-    assert re.search(r"finish=stop prefill_at=local decode=d:1 queue=0\.010s prefill=0\.020s", line)
-    assert " tiny: " in line
-    assert f"client_id=mine  request={reply.json()['id']}" in line
-    assert line.count(reply.json()["id"]) == 1
+    request = f"request={reply.json()['id']}"
+    (line,) = (line for line in gateway.log.splitlines() if request in line)
+    message = line.partition("gateway  ")[2]
+    assert re.fullmatch(
+        r"POST /v1/chat/completions 200 model=tiny prompt=\d+ completion=6 prefill_at=local "
+        rf"ttft=\d\.\d{{3}}s total=\d\.\d{{3}}s finish=stop  {request}",
+        message,
+    ), message
+    assert len(message) <= 200
     assert "Traceback" not in gateway.log
 
 
@@ -142,6 +146,7 @@ async def test_json_logs(anyio_backend):
     _, host, address = await serve_router(router)
     port = lasting_port()
     words = ("gateway", "--port", str(port), "--routers", address, "--log-format", "json")
+    words += ("--log-level", "debug", "--admin-api-key", "operator")
     gateway = Gateway(
         await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "pdserve.cli.main", *words),
@@ -158,15 +163,45 @@ async def test_json_logs(anyio_backend):
 
         await eventually(is_ready)
         reply = await http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
-    assert await gateway.stop() == 0
+        ended = await http.post("/shutdown", headers={"x-api-key": "operator"})
+        assert (ended.status_code, ended.json()) == (200, {"status": "shutting down"})
+    assert await gateway.ended() == 0
     await host.stop(0)
     lines = [json.loads(line) for line in gateway.log.splitlines()]
     (answered,) = (line for line in lines if "finish=stop" in line["message"])
     assert answered["request_id"] == reply.json()["id"]
-    assert f"header_id={reply.headers['x-request-id']}" in answered["message"]
+    (details,) = (line for line in lines if line["message"].startswith("request details: "))
+    assert details["request_id"] == reply.json()["id"]
+    assert "queue=0.010s prefill=0.020s" in details["message"]
+    assert f"header_id={reply.headers['x-request-id']} decode=d:1" in details["message"]
     assert answered["logger"] == "pdserve.gateway.request"
     (warning,) = (line for line in lines if line["component"] == "tokenizer")
     assert "temperature" in warning["message"]
+
+
+async def test_the_operator_ends_the_server(servicer, gateway):
+    """Accept the admin key alone, which opens nothing else; without one there is no route."""
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http:
+        assert (await http.post("/shutdown")).status_code == 404
+    keys = {"api_keys": ("client",), "admin_api_key": "operator"}
+    operated = await launch(port=0, routers=[servicer[1]], cluster_secret=(SECRET,), **keys)
+    _, figures = await operated.event()
+    assert (await operated.event())[0] == "ready"
+    async with httpx.AsyncClient(base_url=figures["url"], timeout=LIMIT_S) as http:
+        for method, path, key, status in (
+            ("POST", "/shutdown", "", 401),
+            ("POST", "/shutdown", "client", 401),
+            ("GET", "/shutdown", "operator", 405),
+            ("GET", "/v1/models", "operator", 401),
+            ("GET", "/health/live", "", 200),
+            ("GET", "/health/ready", "", 200),
+            ("POST", "/shutdown", "operator", 200),
+        ):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            reply = await http.request(method, path, headers=headers)
+            assert reply.status_code == status, (method, path, reply.text)
+    assert await operated.event() == ("shutdown", {})
+    assert await operated.stop() == 0
 
 
 async def test_every_api_is_mounted(gateway):

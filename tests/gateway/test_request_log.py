@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from pdserve.gateway.metrics import RequestLog, request_metrics
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.metrics import GatewayMetrics, RequestLog, RequestMetrics, request_metrics
+from pdserve.protos.common_pb2 import INVALID_ARGUMENT, UNAVAILABLE
+from pdserve.services.common.errors import ServiceError
 
 
 @dataclass(frozen=True)
@@ -63,3 +66,29 @@ def test_an_open_request_is_found_before_a_completed_one_of_the_same_id() -> Non
     later: Any = FakeMeter(b"a", "same")
     log.began(later)
     assert log.find(b"a", "same") is later
+
+
+def test_the_line_of_a_request_keeps_its_figures(caplog: pytest.LogCaptureFixture) -> None:
+    """Cut a long model name and the message of an error, and show no message of a client's."""
+    caplog.set_level("INFO")
+    request_id, model = f"chatcmpl-{'a' * 32}", "m" * 100
+    caller = Caller(request_id, route="POST /v1/chat/completions")
+    for error, status, end in (
+        (None, 200, "finish=stop"),
+        (
+            ServiceError(UNAVAILABLE, "why " * 100),
+            503,
+            "finish=UNAVAILABLE (why why why why why why why why why...",
+        ),
+        (ServiceError(INVALID_ARGUMENT, "what the client wrote"), 400, "finish=INVALID_ARGUMENT"),
+    ):
+        caplog.clear()
+        meter = RequestMetrics(GatewayMetrics(), caller, lambda: 1.0)
+        meter.begin(model, 12345)
+        meter.ended("stop")
+        meter.close(error)
+        (line,) = caplog.messages
+        assert line.startswith(f"POST /v1/chat/completions {status} model=mmmm")
+        assert " prompt=12345 completion=0 total=0.000s finish=" in line
+        assert line.endswith(end), line
+        assert len(f"{line}  request={request_id}") <= 200

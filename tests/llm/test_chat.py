@@ -46,6 +46,16 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield made
 
 
+def test_a_file_replaces_the_template(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("[{{ messages[0].content }}]")
+    with LLM(model(tmp_path / "model", TEMPLATE), chat_template=file, **OPTIONS) as llm:
+        assert llm.apply_chat_template(HI) == f"[{HI[0]['content']}]"
+    file.write_text("{% if %}")
+    with pytest.raises(ValueError, match=r"chat_template: .*template\.jinja"):
+        LLM("", chat_template=file)
+
+
 def test_calls_are_parsed_and_returned_as_messages(llm: LLM) -> None:
     found = llm.chat(
         HI, CALL, tools=[WEATHER, CLOCK], tool_choice={"function": {"name": "get_weather"}}

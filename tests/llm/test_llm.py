@@ -70,6 +70,21 @@ def test_a_generating_model_refuses_embeddings(llm: LLM) -> None:
         llm.embed("hello")
 
 
+def test_a_generating_model_embeds_with_the_task(folder: Path, subtests: pytest.Subtests) -> None:
+    """Return the same numbers bit for bit alone and in a batch, and others with each pooling."""
+    texts = ["a", "hello world", "three rivers " * 9]
+    found: list[list[float]] = []
+    for pooling in ("last", "mean"):
+        with (
+            subtests.test(pooling),
+            LLM(str(folder), task="embed", pooling=pooling, **OPTIONS) as llm,
+        ):
+            batch = llm.embed(texts)
+            assert [llm.embed(text)[0] for text in texts] == batch
+            found.append(batch[1])
+    assert found[0] != found[1]
+
+
 def test_a_lost_device_fails_running_and_later_requests(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

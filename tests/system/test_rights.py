@@ -35,12 +35,14 @@ NOT_OFFERED = {
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    with Fleet("--api-key", "KEY", "--api-key", "OTHER-KEY", certificates=True) as fleet:
+    keys = ("--api-key", "KEY", "--api-key", "OTHER-KEY", "--admin-api-key", "ADMIN-KEY")
+    with Fleet(*keys, certificates=True) as fleet:
         yield fleet
 
 
 def test_the_table_lists_the_routes_of_the_application() -> None:
     from pdserve.gateway.anthropic import AnthropicApi
+    from pdserve.gateway.http.admin import add_admin
     from pdserve.gateway.http.app import create_routes
     from pdserve.gateway.http.docs import add_docs
     from pdserve.gateway.metrics import GatewayProcesses
@@ -63,6 +65,7 @@ def test_the_table_lists_the_routes_of_the_application() -> None:
     app = create_routes(apis, service, none)
     add_fleet(app, service)
     add_pages(app, "")
+    add_admin(app, "ADMIN-KEY", lambda: None)
     add_docs(app, apis, "", keys=True)
     there = {
         f"{method} {route.path.replace(':path', '')}"  # type: ignore[attr-defined]
@@ -114,13 +117,17 @@ def check_route(http: httpx.Client, server: str, route: str, who: str) -> None:
     with_key = http.request(method, url, headers=KEY, follow_redirects=True)
     wrong = http.request(method, url, headers={"authorization": "Bearer KEX"})
     named = "{" in path and path not in names  # the named object does not exist
-    assert with_key.status_code in ((404,) if named else (200, 415))
+    if who == "admin":
+        assert with_key.status_code == 401
+    else:
+        assert with_key.status_code in ((404,) if named else (200, 415))
     assert without.status_code == wrong.status_code == (200 if who == "everybody" else 401)
     taken = {route.split()[0] for route, _ in ROUTES if route.split()[1] == path}
+    opened = 405 if who in ("everybody", "admin") else 401
     for other in OTHERS - taken:
         expected = 404 if (other, path) in NOT_OFFERED else 405
         assert http.request(other, url, headers=KEY).status_code == expected
-        assert http.request(other, url).status_code == (405 if who == "everybody" else 401)
+        assert http.request(other, url).status_code == opened
 
 
 def test_paths_outside_the_table_do_not_exist(fleet: Fleet) -> None:
@@ -249,3 +256,13 @@ def test_no_command_line_contains_a_secret(fleet: Fleet) -> None:
     assert not any("KEY" in line for line in lines)
     for role in Role:
         assert any(line.startswith(f"pdserve {role}") for line in lines), role
+
+
+def test_the_admin_key_ends_the_system(fleet: Fleet) -> None:
+    """The last test of the file, since the system ends."""
+    children = psutil.Process(fleet.process.pid).children(recursive=True)
+    reply = httpx.post(f"{fleet.url}/shutdown", headers={"authorization": "Bearer ADMIN-KEY"})
+    assert (reply.status_code, reply.json()) == (200, {"status": "shutting down"})
+    assert fleet.process.wait(60) == 0
+    assert fleet.log().rstrip().endswith("stopped")
+    assert psutil.wait_procs(children, timeout=10)[1] == []

@@ -2,3 +2,4 @@
 
 from pdserve.text.templates.capabilities import Capabilities
 from pdserve.text.templates.chat_template import ChatTemplate
+from pdserve.text.templates.template_file import read_template

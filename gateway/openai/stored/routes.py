@@ -47,6 +47,7 @@ from pdserve.gateway.metrics.usage_log import UsageLog, UsageQuery
 from pdserve.gateway.openai.objects import list_page, page_query, whole_number
 from pdserve.gateway.openai.request_models import Body, parse
 from pdserve.gateway.openai.response_models import (
+    MAX_LISTED_FILES,
     BatchList,
     BatchObject,
     FileDeleted,
@@ -87,7 +88,6 @@ def not_found(api: HttpApi, kind: str, object_id: str) -> Response:
 PURPOSE = "batch"
 MAX_UPLOADS = 64  # at once, over all keys
 MAX_DOWNLOADS = 64
-MAX_LISTED_FILES = 1000
 
 
 class _Bytes(Response):
@@ -368,11 +368,11 @@ def _query(params: QueryParams, now: int) -> tuple[UsageQuery, int]:
         raise refuse("bucket_width", f"bucket_width must be one of {', '.join(WIDTHS)}")
     bucket_s, default, max_limit = WIDTHS[width]
     limit = whole_number(params.get("limit", str(default)), "limit", 1, max_limit)
-    end = whole_number(params.get("end_time", str(now + 1)), "end_time", 0, MAX_TIME)
+    end = whole_number(params.get("end_time", str(now + 1)), "end_time", 1, MAX_TIME)
     last_bucket = (end - 1) // bucket_s * bucket_s
     first = params.get("start_time", str(max(0, last_bucket - (limit - 1) * bucket_s)))
     name, value = ("page", params["page"]) if "page" in params else ("start_time", first)
-    start = whole_number(value, name, 0, MAX_TIME)
+    start = whole_number(value, name, 0, MAX_TIME - 1)
     if start >= end:
         raise refuse(name, f"{name} must be before end_time")
     groups = params.getlist("group_by")

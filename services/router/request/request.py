@@ -263,7 +263,7 @@ class RoutedRequest:
                     self._ticket(message)
                 elif kind == "place_again":
                     text = "the decode worker returned the request for a new placement: %s"
-                    log.info(text, message.reason, extra={"request": self.id})
+                    log.debug(text, message.reason, extra={"request": self.id})
                     self.span.event("placed again", now, reason=message.reason)
                     self._keeps(message)
                 self.step(on.of_decode(kind, message), now, message)
@@ -614,7 +614,7 @@ class RoutedRequest:
         error: ServiceError | None,
         now: float,
     ) -> None:
-        log.info(
+        log.debug(
             "request ended: %s model=%s prefill=%s decode=%s tries=%d seconds=%.3f",
             "done" if error is None else f"failed ({error.message})",
             self.model,

@@ -460,7 +460,7 @@ async def test_built_in_tools_of_the_provider_are_dropped_and_logged(make_http, 
     client = make_http(router)
     search = {"type": "web_search_20990101", "name": "web_search", "max_uses": 5}
     servers = [{"type": "url", "name": "s", "url": "https://example.invalid"}]
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         body = {**REQUEST, "tools": [search, TOOL], "mcp_servers": servers}
         reply = await client.post(URL, json=body)
     assert reply.status_code == 200, reply.json()

@@ -42,6 +42,7 @@ ROUTES = {
     "DELETE /v1/files/{file_id}", "GET /v1/files/{file_id}/content", "POST /v1/batches",
     "GET /v1/batches", "GET /v1/batches/{batch_id}", "POST /v1/batches/{batch_id}/cancel",
     "GET /v1/usage", "GET /v1/models", "GET /v1/models/{name}", "GET /health", "GET /ready",
+    "POST /shutdown", "GET /health/live", "GET /health/ready",
     "POST /v1/chat/completions/batch", "POST /v2/rerank", "POST /api/chat", "POST /api/generate",
     "POST /api/embed", "POST /api/embeddings", "POST /api/show", "GET /api/tags", "GET /api/ps",
     "GET /api/version", "POST /apply-template", "GET /tokenizer_info", "GET /props", "GET /slots",
@@ -80,7 +81,7 @@ def test_every_route_is_described(page: Any) -> None:
             other = "OllamaError" if path.startswith("/api/") else "ErrorObject"
             codes = {str(code) for code in HTTP_STATUS.values()} - {"499"}
             assert codes - {"503"} | {"529" if is_message else "503"} <= answers.keys()
-            takes = method == "post" and not path.endswith("/cancel")
+            takes = method == "post" and not path.endswith(("/cancel", "/shutdown"))
             assert ("requestBody" in operation) == takes == ("415" in answers)
             assert operation["description"]
             for code in answers.keys() - {"200"}:
@@ -253,6 +254,30 @@ def test_stored_objects_are_as_described(gateway, page):
     assert len(items["data"]) == 5
     answer_to("DELETE /v1/responses/{name}", second)
     answer_to("GET /v1/usage", params={"group_by": "model"})
+
+
+def test_the_bounds_of_url_parameters_are_enforced(gateway, page, subtests):
+    """Accept a parameter at each of its bounds, and refuse one beyond it by name."""
+    request = {"model": "tiny", "input": "hi", "max_output_tokens": 1}
+    response_id = gateway.post("/v1/responses", json=request).json()["id"]
+    latest_report = {"end_time": 1 << 40, "bucket_width": "1h"}  # which has room for every bound
+    bounds = {"minimum": -1, "maximum": 1, "exclusiveMaximum": 1, "maxItems": 1}  # one step beyond
+    checked = set()
+    for path, methods in page["paths"].items():
+        others = latest_report if path == "/v1/usage" else {}
+        for parameter in methods.get("get", {}).get("parameters", ()):
+            name, schema = parameter["name"], parameter["schema"]
+            for bound in bounds.keys() & schema.keys():
+                at = schema[bound] - (bound == "exclusiveMaximum")
+                for number in (at, at + bounds[bound]):
+                    value = ["x"] * number if bound == "maxItems" else number
+                    url, params = path.replace("{name}", response_id), {**others, name: value}
+                    with subtests.test(path=path, name=name, bound=bound, number=number):
+                        reply = gateway.get(url, params=params)
+                        refused = reply.status_code == 400 and name in reply.text
+                        assert refused == (number != at), reply.text
+                        checked.add((path, name, bound))
+    assert len(checked) >= 14
 
 
 def test_a_schema_name_belongs_to_one_model():

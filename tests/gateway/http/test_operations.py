@@ -131,11 +131,13 @@ async def test_a_model_without_call_parser_has_no_tools(make_service):
 async def test_ready_needs_a_live_decode_worker(make_http):
     router = FakeRouter(saying("x"))
     client = make_http(router)
-    assert (await client.get("/ready")).json() == {"status": "ready", "models": ["tiny"]}
+    for path in ("/ready", "/health/ready"):
+        assert (await client.get(path)).json() == {"status": "ready", "models": ["tiny"]}
     router.view.workers[0].state = "suspect"
-    reply = await client.get("/ready")
-    assert reply.status_code == 503
-    assert (await client.get("/health")).status_code == 200
+    for path in ("/ready", "/health/ready"):
+        assert (await client.get(path)).status_code == 503
+    for path in ("/health", "/health/live"):
+        assert (await client.get(path)).json() == {"status": "ok"}
 
 
 async def test_metrics(make_http):

@@ -169,7 +169,9 @@ async def test_each_model_serves_only_its_task(make_http):
     generating = make_http(saying("hello"))
     answer = await generating.post(URL, json={"model": "tiny", "input": "a"})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "The model does not support Embeddings API"
+    message = answer.json()["error"]["message"]
+    assert message.startswith("The model does not support Embeddings API; ")
+    assert message.endswith(" --task embed")
     assert answer.json()["error"]["param"] == "model"
     http = make_http(embedder())
     chat = {"model": "embedder", "messages": [{"role": "user", "content": "hi"}]}

@@ -190,7 +190,7 @@ async def test_a_batch_logs_dropped_tools_once(make_http, caplog):
     router = ToolModel("x")
     function = {"type": "function", "function": {"name": "f"}}
     body = {**REQUEST, "messages": [HI, HI, HI], "tools": [{"type": "web_search"}, function]}
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         reply = await make_http(router).post(f"{CHAT}/batch", json=body)
     assert reply.status_code == 200, reply.json()
     assert [router.prompt(number)[:8] for number in range(3)] == ["tools: f"] * 3

@@ -16,6 +16,7 @@ from pdserve.gateway.http.api import HttpLimits
 from pdserve.gateway.http.app import create_routes, post
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.metrics import GatewayMetrics
+from pdserve.gateway.model_overrides import ModelOverrides
 from pdserve.gateway.ollama import OllamaApi
 from pdserve.gateway.openai import OpenAiApi
 from pdserve.gateway.readiness import Readiness
@@ -76,22 +77,24 @@ def router() -> FakeRouter:
     return FakeRouter(saying("hello"), [card], blobs)
 
 
-def reader(of: FakeRouter, kind: type[PromptService] = PromptService) -> PromptReader:
+def reader(
+    of: FakeRouter, kind: type[PromptService] = PromptService, **options: Any
+) -> PromptReader:
     service = kind(
         of,
         InProcessPool(),  # type: ignore[arg-type]
         AdmissionLimits(1, 1),
         RateLimits(RateSettings()),
         Records(GatewayMetrics(), asyncio.get_running_loop().time),
-        ServiceOptions(1.0, 1.0, GatewaySettings().template_kwargs),
+        ServiceOptions(1.0, 1.0, GatewaySettings().template_kwargs, **options),
     )
     return PromptReader(service, LIMITS)
 
 
-async def asked_of_a_router(path: str, body: bytes, tenant: Tenant) -> Any:
+async def asked_of_a_router(path: str, body: bytes, tenant: Tenant, **options: Any) -> Any:
     """Return the Start of a gateway's request."""
     upstream = router()
-    service = scripted_service(upstream)
+    service = scripted_service(upstream, **options)
     bodies = BodyReader(LIMITS)
     apis = [
         AnthropicApi(service, LIMITS, bodies),
@@ -116,6 +119,17 @@ async def test_a_prompt_equals_the_gateway_s(subtests: pytest.Subtests) -> None:
             assert list(prompt.ids) == list(start.prompt_ids)
             assert (prompt.model, prompt.cache_salt) == (start.model, start.cache_salt)
             assert upstream.starts == []
+
+
+async def test_the_operators_template_and_thinking_count() -> None:
+    template = b"[{{ messages[0].content }} {{ enable_thinking }}]"
+    options = {"overrides": ModelOverrides(template=template), "thinking": False}
+    body = json.dumps({"model": "tiny", "messages": MESSAGES[:1]}).encode()
+    start = await asked_of_a_router("/v1/chat/completions", body, EVERYBODY, **options)
+    prompt = await reader(router(), **options).read("/v1/chat/completions", body, EVERYBODY)
+    assert prompt is not None
+    assert list(prompt.ids) == list(start.prompt_ids)
+    assert list(prompt.ids) == router().encode(f"[{MESSAGES[0]['content']} False]")
 
 
 NO_PROMPTS = [

@@ -65,6 +65,15 @@ def logged(path: str, name: str, report: Report) -> int:
     return code
 
 
+def ending(report: Report) -> int:
+    """End the whole system once it is ready; a second report has no further effect."""
+    block()
+    report("ready", {"pid": os.getpid()})
+    report("shutdown", {})
+    report("shutdown", {})
+    return until_sigterm()
+
+
 def reloading(report: Report) -> int:
     """Reload something at SIGHUP."""
     block(signal.SIGHUP)

@@ -14,6 +14,7 @@ from fakes.scripted_service import scripted_service
 
 from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.anthropic import AnthropicApi
+from pdserve.gateway.http.admin import ADMIN_PATHS, add_admin
 from pdserve.gateway.http.api import HttpLimits
 from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader
@@ -63,7 +64,7 @@ def served_gateway(
     api_keys: tuple[str, ...] = (),
     root_path: str = "",
 ) -> Iterator[str]:
-    """Yield its URL. It has every API, a database, and the pages."""
+    """Yield its URL. It has every API, a database, the pages, and the operator's routes."""
     started = threading.Event()
     stop: list[tuple[asyncio.AbstractEventLoop, HttpServer]] = []
     with TemporaryDirectory() as folder, listen("127.0.0.1", 0) as listener:
@@ -86,6 +87,7 @@ def served_gateway(
             readiness = Readiness(router, service.catalog)
             routes = create_routes(apis, service, readiness)
             add_fleet(routes, service)
+            add_admin(routes, "operator", lambda: None)
             app = create_app(
                 apis,
                 service,
@@ -93,7 +95,7 @@ def served_gateway(
                 keys,
                 routes=routes,
                 root_path=root_path,
-                open_paths=add_pages(routes, root_path),
+                open_paths=[*add_pages(routes, root_path), *ADMIN_PATHS],
             )
             server = HttpServer(app, openai, LIMITS.stall_s)
             running = asyncio.create_task(stored.run(routes))

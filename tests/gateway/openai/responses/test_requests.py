@@ -60,7 +60,7 @@ async def test_unsupported_fields_are_refused_by_name(make_http):
 
 
 async def test_a_dropped_tool_is_logged_once_per_request(make_http, caplog, subtests):
-    caplog.set_level(logging.INFO, "pdserve.gateway.http.fields")
+    caplog.set_level(logging.DEBUG, "pdserve.gateway.http.fields")
     hosted = {"type": "web_search"}
     more = {
         "type": "additional_tools",
@@ -463,7 +463,7 @@ async def test_functions_of_a_namespace_have_both_names(make_http):
 async def test_built_in_tools_of_the_provider_are_dropped_and_logged(make_http, caplog):
     router = ToolModel("x")
     client = make_http(router)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         tools = [*HOSTED, {"type": "a_tool_of_tomorrow"}, TOOL]
         reply = await client.post(URL, json={**REQUEST, "tools": tools})
     assert reply.status_code == 200, reply.json()
@@ -695,7 +695,7 @@ async def test_tools_in_items_are_validated_once(make_http, monkeypatch, caplog)
     found = {"type": "tool_search_output", "tools": [*HOSTED, *many, namespace(SPAWN)]}
     again = {**found, "tools": [{**TOOL, "parameters": "wrong"}, *found["tools"]]}
     client = make_http(ToolModel("x"), bounds=LARGE)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         body = {**REQUEST, "tools": [TOOL], "input": [found, *[again] * 59, HI]}
         reply = await client.post(URL, json=body)
     assert reply.status_code == 200, reply.json()

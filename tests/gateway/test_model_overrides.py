@@ -1,0 +1,163 @@
+"""The operator's chat template, sampling defaults, maximum of max_tokens and thinking default."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.router import FakeRouter, saying, served
+
+from pdserve.gateway.model_overrides import ModelOverrides, read_overrides
+from pdserve.gateway.settings import GatewaySettings
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos.text_pb2 import ChatMessage, ChatRequest, TextOptions
+from pdserve.protos.text_pb2_grpc import TextStub
+from pdserve.text.generation_config import GenerationDefaults
+
+pytestmark = pytest.mark.anyio
+CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+OVERRIDE = json.dumps({"temperature": 0.25, "max_new_tokens": 8})
+
+
+def recommending(**generation: float) -> FakeRouter:
+    """Return a router of a model that recommends these defaults."""
+    card, blobs = served(generation=generation)
+    return FakeRouter(saying("hello"), [card], blobs)
+
+
+def overrides(**settings: Any) -> ModelOverrides:
+    return read_overrides(GatewaySettings(**settings))
+
+
+def test_the_sources_of_defaults(tmp_path: Path) -> None:
+    recommended = GenerationDefaults(temperature=0.6, top_k=20)
+    assert overrides().defaults(recommended) == recommended
+    for name in ("none", "vllm"):
+        assert overrides(generation_config=name).defaults(recommended) == GenerationDefaults()
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"top_k": -1, "max_new_tokens": 64, "eos_token_id": 2, "do_sample": false}')
+    for path in (file, tmp_path):
+        of_file = overrides(generation_config=str(path))
+        assert of_file.defaults(recommended) == GenerationDefaults(top_k=0)
+        assert of_file.max_new_tokens == 64
+    both = overrides(generation_config=str(file), override_generation_config=OVERRIDE)
+    assert both.defaults(recommended) == GenerationDefaults(temperature=0.25, top_k=0)
+    assert both.max_new_tokens == 8
+    alone = overrides(override_generation_config=OVERRIDE)
+    assert alone.defaults(recommended) == GenerationDefaults(temperature=0.25, top_k=20)
+
+
+def test_settings_that_cannot_work(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    files = {
+        "list.json": "[]",
+        "broken.json": "{",
+        "hot.json": '{"temperature": 5}',
+        "broken.jinja": "{% if %}",
+        "empty.jinja": " \n",
+        "long.jinja": "x" * (1 << 20),
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "latin.jinja").write_bytes("é".encode("latin-1"))
+    inline = "override_generation_config"
+    for option, value, reason in (
+        (inline, "{", "--override-generation-config: not valid JSON"),
+        (inline, "[1]", "--override-generation-config: not a JSON object"),
+        (inline, '{"heat": 1}', "unknown name 'heat'; known names: temperature, top_k"),
+        (inline, '{"temperature": true}', "temperature must be a number from 0 to 2, not True"),
+        (inline, '{"top_k": 0.5}', "top_k must be a whole number "),
+        (inline, '{"max_new_tokens": 0}', "max_new_tokens must be a whole number "),
+        ("generation_config", "list.json", "list.json: not a JSON object"),
+        ("generation_config", "broken.json", "broken.json: not valid JSON"),
+        ("generation_config", "hot.json", "temperature must be a number from 0 to 2, not 5"),
+        ("generation_config", "absent", "absent: No such file or directory"),
+        ("generation_config", "", "generation_config.json: No such file or directory"),
+        ("chat_template", "absent", "absent: No such file or directory"),
+        ("chat_template", "broken.jinja", "broken.jinja: "),
+        ("chat_template", "empty.jinja", "the chat template is empty"),
+        ("chat_template", "long.jinja", "the limit is 262144"),
+        ("chat_template", "latin.jinja", "not valid UTF-8"),
+    ):
+        with subtests.test(option=option, value=value):
+            given = value if option == inline else str(tmp_path / value)
+            with pytest.raises(ValueError) as caught:
+                overrides(**{option: given})
+            assert str(caught.value).startswith(f"--{option.replace('_', '-')}")
+            assert reason in str(caught.value)
+
+
+async def test_a_request_wins_over_defaults_but_not_over_the_maximum(make_http, make_channel):
+    router = recommending(temperature=0.6, top_k=20)
+    settings = overrides(override_generation_config=OVERRIDE)
+    client = make_http(router, overrides=settings)
+    for fields, temperature, max_tokens in (
+        ({}, 0.25, 8),
+        ({"temperature": 1.5, "max_tokens": 5}, 1.5, 5),
+        ({"max_tokens": 9}, 0.25, 8),
+        ({"max_completion_tokens": 400}, 0.25, 8),
+    ):
+        reply = await client.post(CHAT, json={"model": "tiny", "messages": HI, **fields})
+        assert reply.status_code == 200
+        params = router.starts[-1].params
+        assert (params.temperature, params.top_k) == (temperature, 20)
+        assert params.max_tokens == max_tokens
+    reply = await client.post(CHAT, json={"model": "tiny", "messages": HI, "min_tokens": 9})
+    assert reply.json()["error"]["param"] == "min_tokens"
+    wide = overrides(override_generation_config='{"max_new_tokens": 9999}')
+    strict = make_http(router, overrides=wide, strict_max_tokens=True)
+    for fields, status in (({}, 200), ({"max_tokens": 9}, 200), ({"max_tokens": 9000}, 400)):
+        reply = await strict.post(CHAT, json={"model": "tiny", "messages": HI, **fields})
+        assert reply.status_code == status
+    model = (await client.get("/v1/models/tiny")).json()
+    assert model["default_sampling_params"] == {"temperature": 0.25, "top_k": 20}
+    text = TextStub(await make_channel(router, overrides=settings))
+    for given, expected in ((pb.SamplingParams(), 8), (pb.SamplingParams(max_tokens=99), 8)):
+        options = TextOptions(params=given)
+        messages = [ChatMessage(role="user", content="hi")]
+        assert [chunk async for chunk in text.Chat(ChatRequest(messages=messages, options=options))]
+        params = router.starts[-1].params
+        assert (params.temperature, params.max_tokens) == (0.25, expected)
+
+
+async def test_one_template_for_all_models(make_http, tmp_path):
+    """Give it to a model without one, too; /props shows it."""
+    file = tmp_path / "template.jinja"
+    file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    settings = overrides(chat_template=str(file))
+    with_template, blobs = served("with")
+    without = served("without")[0]
+    without.ClearField("template_digest")
+    router = FakeRouter(saying("hello"), [with_template, without], blobs)
+    client = make_http(router, overrides=settings)
+    for name in ("with", "without"):
+        body = {"model": name, "messages": HI}
+        assert (await client.post("/apply-template", json=body)).json() == {"prompt": "[hi]"}
+        assert (await client.post(CHAT, json=body)).status_code == 200
+        assert list(router.starts[-1].prompt_ids) == router.encode("[hi]")
+        props = (await client.get("/props", params={"model": name})).json()
+        assert props["chat_template"] == file.read_text()
+        assert (await client.get(f"/v1/models/{name}")).json()["capabilities"]["chat"]
+
+
+async def test_thinking_by_default(make_http):
+    template = "{{ enable_thinking }} {{ thinking }} {{ reasoning_effort }}"
+    card, blobs = served(template=template)
+    for default, fields, expected in (
+        (None, {}, "  "),
+        (True, {}, "True True "),
+        (False, {}, "False False "),
+        (False, {"enable_thinking": True}, "True True "),
+        (True, {"think": False}, "False False "),
+        (True, {"chat_template_kwargs": {"enable_thinking": False}}, "False  "),
+        (False, {"reasoning_effort": "high"}, "  high"),
+    ):
+        client = make_http(FakeRouter(saying("hello"), [card], blobs), thinking=default)
+        body = {"model": "tiny", "messages": HI, **fields}
+        reply = (await client.post("/apply-template", json=body)).json()
+        assert reply == {"prompt": expected}, (default, fields)
+    closed = make_http(
+        FakeRouter(saying("hello"), [card], blobs), thinking=True, template_kwargs=()
+    )
+    reply = (await closed.post("/apply-template", json={"messages": HI})).json()
+    assert reply == {"prompt": "True True "}
