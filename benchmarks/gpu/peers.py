@@ -54,6 +54,9 @@ class Contender(Protocol):
     def run(self, prompts: list[Prompt]) -> float:
         """Generate all tokens; return the seconds that it takes."""
 
+    def close(self) -> None:
+        """Free the model."""
+
 
 def even(count: int, prompt: int, new: int, vocab: int, seed: int) -> list[Prompt]:
     rng = np.random.default_rng(seed)
@@ -172,6 +175,9 @@ class Pdserve:
             raise RuntimeError(self._failed[0])
         return time.perf_counter() - started
 
+    def close(self) -> None:
+        self._thread.close()
+
 
 class Vllm:
     """vLLM, or nano-vllm with the same interface, with its defaults but random weights."""
@@ -208,6 +214,9 @@ class Vllm:
         started = time.perf_counter()
         self._llm.generate(ids, params, use_tqdm=False)
         return time.perf_counter() - started
+
+    def close(self) -> None:
+        del self._llm
 
 
 def measure(contender: Contender, load: Load) -> dict[str, Any]:
@@ -248,6 +257,7 @@ def main() -> None:
     for load in chosen:
         line = {"engine": args.engine, "model": args.model, **measure(contender, load)}
         print(json.dumps(line), flush=True)
+    contender.close()
 
 
 def _num_tokens(prompts: list[Prompt]) -> int:
