@@ -7,8 +7,8 @@ same requests, no server, no prefix reuse.
     python benchmarks/gpu/peers.py pdserve --fake   # on a CPU, interpreted, tiny sizes
 
 Prints one JSON object per load. Seconds run from the submission of all requests to their last
-token; tokens are output tokens, except for the load "prefill". PYTHONPATH needs .src, benchmarks/gpu and
-tests/support.
+token; tokens are output tokens, except for the load "prefill". PYTHONPATH needs .src,
+benchmarks/gpu and tests/support.
 """
 
 import argparse

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import httpx
 from page_images import HEADERS, OPTIONS, model_of, sign_in
-from PIL import Image
 from pages.browser import Browser
+from PIL import Image
 from systems.fleet import Fleet
 
 SIZE = (980, 620)  # CSS pixels

@@ -1,6 +1,6 @@
 """Draw docs/images/speed.svg and speed-dark.svg, the plot of README, from benchmarks/results.
 
-    python tools/docs/speed_plot.py docs/images
+python tools/docs/speed_plot.py docs/images
 """
 
 import argparse
