@@ -26,7 +26,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-kernels test-all test-compose test-clients test-floors lint type modelcheck simulate chaos fuzz mutation docs lock pin clean
+.PHONY: setup run demo test test-kernels test-all test-compose test-clients test-floors lint type modelcheck simulate chaos fuzz mutation docs site lock pin clean
 .PHONY: bench-cpu bench-quality bench-grammars bench-answers bench-kv-dtypes bench-quantized bench-transformers bench-formats bench-front bench-guidellm bench-interference bench-transfer bench-gpu bench-router bench-prefix-routing bench-flood bench-scaling bench-picker
 .DEFAULT_GOAL := help
 
@@ -63,6 +63,7 @@ help:
 	@echo "make bench-picker  the endpoint picker behind an Envoy"
 	@echo "make fuzz         a million hostile inputs of each kind, resumable; ARGS='TARGET --cases N'"
 	@echo "make docs         models.md, api.md, flags.md and metrics.md in docs/, from the code, and the alerts of compose"
+	@echo "make site         the documentation site in build/site"
 	@echo "make lock         docker/*.txt: the images' packages and their hashes, from constraints.txt"
 	@echo "make pin          the digests of foreign images in Dockerfile and compose files, from their registry"
 	@echo "make mutation     how many of 200 small faults the tests find; hours"
@@ -91,7 +92,7 @@ $(SERVING): pyproject.toml constraints.txt CMakeLists.txt $(PROTOS) $(NATIVE) | 
 
 $(STAMP): $(SERVING)
 	@echo "installing torch and the tools of the tests into .venv"
-	$(EXTRA) torch trace test > .venv/extras.txt
+	$(EXTRA) torch trace test docs > .venv/extras.txt
 	$(INSTALL) -r .venv/extras.txt
 	@mkdir -p build && cd build && { npm pack -s $(GATEWAY_API) || \
 	  echo "no npm: the schemas of the Gateway API are missing, and pytest says what it skips"; }
@@ -222,6 +223,9 @@ bench-scaling: setup
 
 bench-picker: setup
 	$(BENCH)/k8s/picker.py $(ARGS)
+
+site: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lock: setup
 	$(INSTALL) uv

@@ -1,4 +1,4 @@
-"""Run the examples of README as written.
+"""Run the examples of README, docs/clients.md and docs/grpc.md as written.
 
 tests/test_docs.py checks the names in it.
 """
@@ -15,20 +15,25 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+PAGES = ("README.md", "docs/clients.md", "docs/grpc.md")
 PORTS = ("8000", "8001", "50050")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(page: str, language: str) -> list[str]:
+    text = (ROOT / page).read_text()
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-EXAMPLES = {code.splitlines()[0] + str(n): code for n, code in enumerate(blocks("python"))}
+EXAMPLES = {
+    f"{page}-{number}": code
+    for page in PAGES
+    for number, code in enumerate(blocks(page, "python"), 1)
+}
 
 
 @pytest.fixture(scope="module")
 def ports() -> Iterator[dict[str, str]]:
-    """Run a system with the flags that README names; return its ports by those in README."""
+    """Run a system with the flags that the pages name; return its ports by those in the pages."""
     probes = [socket.socket() for _ in PORTS]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))
@@ -68,7 +73,7 @@ def test_python_examples_run(name: str, ports: dict[str, str]) -> None:
 
 
 def test_the_curl_line_works(ports: dict[str, str]) -> None:
-    (line,) = [b for b in blocks("sh") if "curl" in b]
+    (line,) = [b for b in blocks("README.md", "sh") if "curl" in b]
     line = line.replace(":8000", f":{ports['8000']}")
     line = line.replace("curl ", "curl -s -m 60 -H 'Authorization: Bearer KEY' ")
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
@@ -77,10 +82,10 @@ def test_the_curl_line_works(ports: dict[str, str]) -> None:
 
 def test_there_are_examples_of_every_entry_point() -> None:
     text = "\n".join(EXAMPLES.values())
-    for word in ("OpenAI(", "TextStub", "RouterStub", "from pdserve import LLM"):
+    for word in ("OpenAI(", "Anthropic(", "Client(", "TextStub", "RouterStub", "import LLM"):
         assert word in text
 
 
 def test_the_first_two_commands_run_and_test() -> None:
-    first = blocks("sh")[0].splitlines()
-    assert [line.split("#")[0].strip() for line in first] == ["make run", "make test"]
+    commands = [line.split("#")[0].strip() for line in blocks("README.md", "sh")[0].splitlines()]
+    assert commands[1:] == ["make run", "make test"]

@@ -77,12 +77,12 @@ def take_fleet(page: Browser, fleet: Fleet, folder: Path) -> None:
 
 def _stream(fleet: Fleet, number: int) -> None:
     text = f"Story {number}: " + "once upon a time there was a sea and a ship. " * 30
-    body = {"model": _model(fleet), "prompt": text, "max_tokens": 1500, "ignore_eos": True}
+    body = {"model": model_of(fleet), "prompt": text, "max_tokens": 1500, "ignore_eos": True}
     answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=HEADERS, timeout=300)
     answer.raise_for_status()
 
 
-def _model(fleet: Fleet) -> str:
+def model_of(fleet: Fleet) -> str:
     found = httpx.get(f"{fleet.url}/v1/models", headers=HEADERS).raise_for_status().json()
     return str(found["data"][0]["id"])
 

@@ -1,0 +1,268 @@
+"""Compare the engine with vLLM or nano-vllm on one GPU: the same models with random weights, the
+same requests, no server, no prefix reuse.
+
+    python benchmarks/gpu/peers.py pdserve          # each in an environment that has the package
+    python benchmarks/gpu/peers.py vllm
+    python benchmarks/gpu/peers.py nano-vllm
+    python benchmarks/gpu/peers.py pdserve --fake   # on a CPU, interpreted, tiny sizes
+
+Prints one JSON object per load. Seconds run from the submission of all requests to their last
+token; tokens are output tokens, except for the load "prefill". PYTHONPATH needs .src,
+benchmarks/gpu and tests/support.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+REPEAT = 2
+TEMPERATURE = 0.6
+GENERAL = {"hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Random token ids and the number of tokens to generate after them."""
+
+    ids: tuple[int, ...]
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that are submitted at once. `prefill` counts the tokens of their prompts."""
+
+    name: str
+    prompts: Callable[[int], list[Prompt]]  # by the number of the run
+    prefill: bool = False
+
+
+class Contender(Protocol):
+    """An engine with one model."""
+
+    def run(self, prompts: list[Prompt]) -> float:
+        """Generate all tokens; return the seconds that it takes."""
+
+    def close(self) -> None:
+        """Free the model."""
+
+
+def even(count: int, prompt: int, new: int, vocab: int, seed: int) -> list[Prompt]:
+    rng = np.random.default_rng(seed)
+    ids = [tuple(map(int, rng.integers(0, vocab, prompt))) for _ in range(count)]
+    return [Prompt(one, new) for one in ids]
+
+
+def mixed(count: int, shortest: int, longest: int, vocab: int, seed: int) -> list[Prompt]:
+    rng = np.random.default_rng(seed)
+    prompts = []
+    for _ in range(count):
+        ids = rng.integers(0, vocab, rng.integers(shortest, longest + 1))
+        prompts.append(Prompt(tuple(map(int, ids)), int(rng.integers(shortest, longest + 1))))
+    return prompts
+
+
+def loads(fake: bool) -> dict[str, list[Load]]:
+    """The loads of each model."""
+    if fake:
+        return {
+            "qwen": [Load("short prompts", lambda n: even(4, 16, 6, 260, n))],
+            "llama": [Load("prefill", lambda n: even(1, 40, 1, 260, n), prefill=True)],
+        }
+    qwen, llama = 151936, 128256
+    return {
+        "qwen": [
+            Load("short prompts", lambda n: even(256, 16, 1024, qwen, 100 + n)),
+            Load("mixed", lambda n: mixed(256, 100, 1024, qwen, 1)),
+        ],
+        "llama": [
+            Load("1 row", lambda n: even(1, 1000, 129, llama, 10 + n)),
+            Load("64 rows", lambda n: even(64, 1000, 129, llama, 20 + n)),
+            Load("prefill", lambda n: even(1, 8192, 1, llama, 30 + n), prefill=True),
+        ],
+    }
+
+
+class Pdserve:
+    """The engine on its thread, as a worker runs it."""
+
+    def __init__(self, model: str, fake: bool, largest: list[Prompt]) -> None:
+        import torch
+        from random_models import (
+            FAKE_LLAMA,
+            FAKE_QWEN3,
+            LLAMA_8B,
+            QWEN3_0_6B,
+            make_recorder,
+            random_decoder,
+        )
+        from sequences import BLOCK_SIZE, make_pool
+
+        from pdserve.engine.engine import Engine
+        from pdserve.engine.kv import blocks_for
+        from pdserve.engine.scheduling import EngineLimits
+        from pdserve.engine.thread import EngineThread
+        from pdserve.kernels.cuda.sampling import CudaSampling
+
+        device = "cpu" if fake else "cuda"
+        if fake:
+            from fakes import triton_interpreter as _  # noqa: F401
+        else:
+            torch.cuda.set_stream(torch.cuda.Stream())
+        stream = None if fake else torch.cuda.current_stream()
+        real, tiny = {"qwen": (QWEN3_0_6B, FAKE_QWEN3), "llama": (LLAMA_8B, FAKE_LLAMA)}[model]
+        decoder = random_decoder(tiny if fake else real, device, stream=stream)
+        lens = (len(one.ids) + one.new_tokens + 1 for one in largest)
+        num_blocks = sum(blocks_for(tokens, BLOCK_SIZE) + 1 for tokens in lens)
+        kv = make_pool(device, decoder.kv_groups, num_blocks)
+        rows = len(largest)
+        decoder.record(make_recorder(device), kv, rows)
+        limits = EngineLimits(
+            vocab_size=decoder.config.vocab_size,
+            context_len=decoder.config.context_len,
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            max_running=rows,
+            chunk_size=64 if fake else 8192 if model == "llama" else 2048,
+            step_tokens=0 if fake or model == "llama" else 8192,
+        )
+        engine = Engine(decoder, kv, limits, CudaSampling(stream), prefix_cache=False)
+        self._thread = EngineThread(engine, self._on_step)
+        self._open = 0
+        self._failed: list[str] = []
+        self._ended = threading.Event()
+        self._names = iter(range(1 << 30))
+        self._thread.start()
+
+    def _on_step(self, step: Any) -> None:
+        from pdserve.engine.api import Finished, RequestFailed
+
+        for event in step.events:
+            self._open -= isinstance(event, Finished | RequestFailed)
+            if isinstance(event, RequestFailed):
+                self._failed.append(event.message)
+        if not self._open:
+            self._ended.set()
+
+    def run(self, prompts: list[Prompt]) -> float:
+        from pdserve.engine.api import Request, SamplingParams
+
+        requests = [
+            Request(
+                str(next(self._names)),
+                one.ids,
+                SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=one.new_tokens),
+                seed=number,
+            )
+            for number, one in enumerate(prompts)
+        ]
+        self._open, self._ended = len(requests), threading.Event()
+        started = time.perf_counter()
+        self._thread.post(lambda engine: [engine.submit(one) for one in requests]).result()
+        self._ended.wait()
+        if self._failed:
+            raise RuntimeError(self._failed[0])
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self._thread.close()
+
+
+class Vllm:
+    """vLLM, or nano-vllm with the same interface, with its defaults but random weights."""
+
+    def __init__(self, package: str, model: str, largest: list[Prompt]) -> None:
+        import importlib
+
+        from random_models import LLAMA_8B, QWEN3_0_6B
+
+        self._package = importlib.import_module(package.replace("nano-vllm", "nanovllm"))
+        folder = Path(tempfile.mkdtemp())
+        config = {"qwen": QWEN3_0_6B, "llama": LLAMA_8B}[model]
+        (folder / "config.json").write_text(json.dumps(GENERAL | config))
+        (folder / "generation_config.json").write_text("{}")
+        words: dict[str, Any] = {"max_num_seqs": len(largest), "max_model_len": 9000}
+        if package == "vllm":
+            words |= {
+                "load_format": "dummy",
+                "skip_tokenizer_init": True,
+                "enable_prefix_caching": False,
+            }
+        self._llm = self._package.LLM(str(folder), **words)
+
+    def run(self, prompts: list[Prompt]) -> float:
+        params = [
+            self._package.SamplingParams(
+                temperature=TEMPERATURE, ignore_eos=True, max_tokens=one.new_tokens
+            )
+            for one in prompts
+        ]
+        ids: list[Any] = [list(one.ids) for one in prompts]
+        if self._package.__name__ == "vllm":
+            ids = [{"prompt_token_ids": one} for one in ids]
+        started = time.perf_counter()
+        self._llm.generate(ids, params, use_tqdm=False)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        del self._llm
+
+
+def measure(contender: Contender, load: Load) -> dict[str, Any]:
+    """Run a load once to warm up, then twice, with other token ids each time."""
+    contender.run(load.prompts(REPEAT))
+    runs = []
+    for number in range(REPEAT):
+        prompts = load.prompts(number)
+        tokens = sum(len(one.ids) if load.prefill else one.new_tokens for one in prompts)
+        seconds = contender.run(prompts)
+        runs.append({"seconds": round(seconds, 4), "tokens_s": round(tokens / seconds, 1)})
+    return {"load": load.name, "runs": runs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("engine", choices=("pdserve", "vllm", "nano-vllm"))
+    parser.add_argument("--model", choices=("qwen", "llama"), help="default: both, one by one")
+    parser.add_argument("--fake", action="store_true", help="tiny, on a CPU; only with pdserve")
+    args = parser.parse_args()
+    if args.fake and args.engine != "pdserve":
+        parser.error("--fake: only pdserve's kernels run on a CPU")
+    if args.fake:
+        os.environ["TRITON_INTERPRET"] = "1"
+    if args.model is None:  # a process each, which frees the memory of the model before
+        for model in ("qwen", "llama"):
+            subprocess.run([sys.executable, *sys.argv, "--model", model], check=True)
+        return
+    chosen = loads(args.fake)[args.model]
+    largest = max((load.prompts(0) for load in chosen), key=_num_tokens)
+    contender: Contender
+    if args.engine == "pdserve":
+        contender = Pdserve(args.model, args.fake, largest)
+    else:
+        contender = Vllm(args.engine, args.model, largest)
+    for load in chosen:
+        line = {"engine": args.engine, "model": args.model, **measure(contender, load)}
+        print(json.dumps(line), flush=True)
+    contender.close()
+
+
+def _num_tokens(prompts: list[Prompt]) -> int:
+    return sum(len(one.ids) + one.new_tokens for one in prompts)
+
+
+if __name__ == "__main__":
+    main()

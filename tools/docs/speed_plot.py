@@ -1,0 +1,128 @@
+"""Draw docs/images/speed.svg and speed-dark.svg, the plot of README, from benchmarks/results.
+
+python tools/docs/speed_plot.py docs/images
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+WIDTH, LEFT, RIGHT = 760, 300, 110
+BAR, GAP, ROW_GAP = 13, 2, 12
+FONT = "-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+ENGINES = {"pdserve": "#2f7ed8", "vLLM": "#c9a227", "llama.cpp": "#8a8f98", "nano-vllm": "#8a8f98"}
+# Names of rows in cpu.json, and the peers that it compares there.
+CPU_ROWS = (
+    ("1 stream", {"llama.cpp": "decode_x1_llamacpp"}),
+    ("8 streams", {"vLLM": "decode_x8_vllm", "llama.cpp": "decode_x8_llamacpp"}),
+    ("32 streams", {"vLLM": "decode_x32_vllm", "llama.cpp": "decode_x32_llamacpp"}),
+    ("a prompt of 512 tokens", {"vLLM": "prefill_512_vllm", "llama.cpp": "prefill_512_q4_0"}),
+)
+# Labels of the loads in gpu-h200-peers.json, in their order.
+GPU_ROWS = (
+    "256 streams, short prompts, 0.6B",
+    "256 streams, mixed prompts, 0.6B",
+    "1 stream, 8B",
+    "64 streams, 8B",
+    "a prompt of 8,192 tokens, 8B",
+    "64 prompts of 1,000 tokens, 8B",
+)
+PREFILL_TOKENS = {4: 8192, 5: 64000}
+
+
+@dataclass(frozen=True)
+class Group:
+    """One load: tokens per second of each engine."""
+
+    label: str
+    tokens_s: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colors of text."""
+
+    text: str
+    muted: str
+
+
+THEMES = {"": Theme("#1f2328", "#59636e"), "-dark": Theme("#f0f6fc", "#9198a1")}
+
+
+def cpu_groups(result: dict[str, Any]) -> list[Group]:
+    groups = []
+    for label, peers in CPU_ROWS:
+        rows = {peer: result["rows"][name] for peer, name in peers.items()}
+        ours = next(iter(rows.values()))["ours"]
+        peer_speeds = {peer: row["theirs"] for peer, row in rows.items()}
+        groups.append(Group(label, {"pdserve": ours, **peer_speeds}))
+    return groups
+
+
+def gpu_groups(result: dict[str, Any]) -> list[Group]:
+    names = {"pdserve": "pdserve", "vLLM": "vllm", "nano-vllm": "nano-vllm"}
+    groups = []
+    for number, (label, load) in enumerate(zip(GPU_ROWS, result["loads"], strict=True)):
+        speeds = {shown: mean(load[name]) for shown, name in names.items() if name in load}
+        if load["unit"] == "seconds":
+            speeds = {shown: PREFILL_TOKENS[number] / s for shown, s in speeds.items()}
+        groups.append(Group(label, speeds))
+    return groups
+
+
+def svg(panels: list[tuple[str, list[Group]]], theme: Theme) -> str:
+    parts: list[str] = []
+    y = 4
+    for title, groups in panels:
+        y += 18
+        parts.append(f'<text x="0" y="{y}" class="title">{title}</text>')
+        y += 12
+        for group in groups:
+            parts += _bars(group, y)
+            y += len(group.tokens_s) * (BAR + GAP) + ROW_GAP
+        y += 8
+    style = (
+        f"text{{font:12px {FONT};fill:{theme.text}}}"
+        f".title{{font-size:14px;font-weight:600}}.engine{{fill:{theme.muted}}}"
+    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}">'
+    return "\n".join([head, f"<style>{style}</style>", *parts, "</svg>", ""])
+
+
+def _bars(group: Group, y: int) -> list[str]:
+    """Bars of one load, scaled to the fastest engine."""
+    fastest = max(group.tokens_s.values())
+    middle = y + len(group.tokens_s) * (BAR + GAP) / 2 + 3
+    parts = [f'<text x="{LEFT - 72}" y="{middle:g}" text-anchor="end">{group.label}</text>']
+    for number, (engine, speed) in enumerate(group.tokens_s.items()):
+        top = y + number * (BAR + GAP)
+        length = (WIDTH - LEFT - RIGHT) * speed / fastest
+        parts += [
+            f'<text x="{LEFT - 6}" y="{top + 11}" text-anchor="end" class="engine">{engine}</text>',
+            f'<rect x="{LEFT}" y="{top}" width="{length:.1f}" height="{BAR}" rx="2" '
+            f'fill="{ENGINES[engine]}"/>',
+            f'<text x="{LEFT + length + 5:.1f}" y="{top + 11}">{speed:,.0f} tokens/s</text>',
+        ]
+    return parts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    cpu = json.loads((RESULTS / "cpu.json").read_text())
+    gpu = json.loads((RESULTS / "gpu-h200-peers.json").read_text())
+    panels = [
+        ("Two CPU cores, SmolLM2-135M", cpu_groups(cpu)),
+        ("One NVIDIA H200, shapes of Qwen3-0.6B and Llama-3-8B", gpu_groups(gpu)),
+    ]
+    for suffix, theme in THEMES.items():
+        (folder / f"speed{suffix}.svg").write_text(svg(panels, theme))
+
+
+if __name__ == "__main__":
+    main()
