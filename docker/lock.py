@@ -1,8 +1,8 @@
 """Writes the lock files of the images: each package with its version and the hashes of its files.
 
 control.txt is what the control image has, worker.txt what the worker image adds, the file of each
-extra what that adds, and model.txt is the model that ships. No image has what makes it: tools.txt, and
-build.txt for the wheel. Versions are those of constraints.txt, where it has them. `make lock`
+extra what that adds, and model.txt is the model that ships. No image has what makes it: tools.txt,
+and build.txt for the wheel. Versions are those of constraints.txt, where it has them. `make lock`
 installs uv and runs this.
 """
 

@@ -262,8 +262,3 @@ def test_notices_name_every_vendored_file() -> None:
     assert [str(p) for p in vendored if p not in licences and str(p) not in notices] == []
     assert [str(p) for p in licences if p.name not in notices] == []
     assert {p.parent for p in vendored} == {p.parent for p in licences}
-
-
-def test_the_wheel_has_the_licences() -> None:
-    assert PROJECT["license-files"] == ["LICENSE", "THIRD_PARTY_NOTICES.md"]
-    assert all((ROOT / name).exists() for name in PROJECT["license-files"])

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 EXTRAS = ("postgres", "redis", "mcp", "trace")  # torch and cuda take gigabytes
 # Tools that no test of the gateway or the services uses.
-UNUSED = re.compile("cupy|nvidia|mypy|ruff|types-|cmake|pytest-cov|kubernetes|cloudcoil")
+UNUSED = re.compile("build|cupy|nvidia|mypy|ruff|types-|cmake|pytest-cov|kubernetes|cloudcoil")
 
 
 def lower_bounds(requirements: list[str]) -> dict[str, tuple[Requirement, str]]:
