@@ -6,12 +6,12 @@
 # Sizes are tested on a Debian that debootstrap makes (tests/compose), not on the base below.
 #
 # CONTROL_EXTRAS: "redis postgres trace" or some of them, in both images. WORKER_EXTRAS: extras of
-# pyproject.toml beyond "worker", without hashes: "torch" adds the reference kernels; "torch cuda" is
+# pyproject.toml in the worker image, without hashes: "torch" adds the reference kernels; "torch cuda" is
 # for GPUs and needs WORKER_PACKAGES="gcc libc6-dev", since Triton compiles a few lines of C when a
 # worker starts. TORCH_INDEX: an extra package index for torch, e.g. one with its CPU build.
 # COMMIT: whose sources these are, --build-arg COMMIT=$(git rev-parse HEAD), for the label and for
 # pdserve_build_info, by which an alert sees builds side by side; without one that has a digest of the
-# sources.
+# sources. VERSION: of pyproject.toml, for the label.
 # BUILD_IMAGE: a Python with its headers, of the same version, which builds.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 ARG BUILD_IMAGE=${PYTHON_IMAGE}
@@ -27,7 +27,7 @@ WORKDIR /src
 COPY docker/build.txt /tmp/
 RUN python3 -m venv /tmp/build \
     && /tmp/build/bin/pip install -q --no-deps --require-hashes -r /tmp/build.txt
-COPY pyproject.toml CMakeLists.txt README.md LICENSE ./
+COPY pyproject.toml CMakeLists.txt README.md LICENSE THIRD_PARTY_NOTICES.md ./
 COPY protos protos
 COPY .src .src
 COPY kernels kernels
@@ -98,12 +98,12 @@ RUN useradd --uid 10001 --create-home pdserve \
 
 FROM scratch AS runtime
 COPY --from=trimmed / /
-ARG VERSION=0.1.0
+ARG VERSION=
 ARG COMMIT=
 LABEL org.opencontainers.image.title=pdserve \
     org.opencontainers.image.description="Disaggregated LLM server: prefill and decode in separate services" \
     org.opencontainers.image.licenses=Apache-2.0 \
-    org.opencontainers.image.version=$VERSION \
+    org.opencontainers.image.version=${VERSION:-unknown} \
     org.opencontainers.image.revision=${COMMIT:-unknown}
 ENV PATH=/opt/pdserve/bin:/usr/local/bin:/usr/bin:/bin \
     LANG=C.UTF-8 \

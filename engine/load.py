@@ -160,7 +160,7 @@ def _gpu_problem() -> str:
     try:
         import torch
     except ModuleNotFoundError:
-        return "torch is not installed: pip install 'pdserve[torch]'"
+        return "a GPU needs torch: pip install 'pdserve[torch,cuda]'"
     except (ImportError, OSError) as err:  # a library that torch needs is missing
         return f"torch cannot be imported: {err}"
     if torch.version.cuda is None:

@@ -100,7 +100,7 @@ def prepare(folder: Path) -> int:
 def wanted() -> list[str]:
     """The requirements for serving, from pyproject.toml, and those of the parts."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = [*project["dependencies"], *project["optional-dependencies"]["worker"], *MORE]
+    named = [*project["dependencies"], *MORE]
     return sorted({text.split("#")[0].replace(" ", "") for text in named})
 
 

@@ -26,6 +26,7 @@ from pdserve.cli.up.cores import Share, allot, machine_cores
 from pdserve.cli.up.folders import CONFIG_FILE, data_dir, kept_database, run_dir
 from pdserve.cli.up.supervisor import Child, StartError, Supervisor, death_of
 from pdserve.engine.api import EngineConfig
+from pdserve.engine.api.default_model import NO_DEFAULT_MODEL, default_model
 from pdserve.gateway.settings import GatewaySettings, worker_name
 from pdserve.services.common.auth.certificates import Role, certificate_settings, make_authority
 from pdserve.services.common.logs import configure_logging, logs_json, quiet_grpc_core
@@ -131,6 +132,8 @@ class System:
             )
         if len(set(self._models)) < len(self._models):
             raise OptionError("--model lists the same model twice")
+        if "" in self._models and default_model() is None:
+            raise OptionError(NO_DEFAULT_MODEL)
         try:
             endpoint(self._gateway)
         except ValueError as error:

@@ -19,7 +19,7 @@ from pdserve.engine.models import ModelConfig
 from pdserve.engine.weights import RawTensor
 from pdserve.kernels.sampling_ops import SamplingOps
 
-EXTRAS = {"torch": "torch", "triton": "torch,cuda"}  # module -> the extras that install it
+EXTRAS = {"reference": "torch", "cuda": "torch,cuda"}  # backend -> the extras that it needs
 PREFERRED = {"cpu": "native", "cuda": "cuda"}  # by device, the choice of --kernels auto
 FALLBACK = "reference"  # if an option rules out the preferred backend
 KV_DTYPES = {"bf16": "bfloat16"}  # option -> name; other names equal the option
@@ -147,10 +147,9 @@ def _find(name: str, reason: str) -> type[Backend]:
     try:
         backend: type[Backend] = import_module(f"{__name__}.{name}").BACKEND
     except ModuleNotFoundError as error:
-        if error.name not in EXTRAS:
+        if name not in EXTRAS or error.name not in ("torch", "triton"):
             raise
         raise ValueError(
-            f"{reason} selects the {name} backend, but its dependency {error.name} is not "
-            f"installed; run: pip install 'pdserve[{EXTRAS[error.name]}]'"
+            f"{reason} needs {error.name}: pip install 'pdserve[{EXTRAS[name]}]'"
         ) from None
     return backend

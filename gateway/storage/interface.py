@@ -26,7 +26,9 @@ def check_url(url: str) -> None:
     if not separator or backend not in DRIVERS:
         raise ValueError("--database-url must begin with sqlite:/// or postgresql://")
     if find_spec(DRIVERS[backend]) is None:
-        raise ValueError(f"--database-url: for {backend}, install the package {DRIVERS[backend]}")
+        raise ValueError(
+            f"--database-url: {backend} needs {DRIVERS[backend]}: pip install 'pdserve[postgres]'"
+        )
     if backend == "sqlite":
         check_folder(rest.partition("?")[0].removeprefix("/"))
 

@@ -155,7 +155,7 @@ class RateLimits:
                 storage = storage_from_string(f"async+{settings.storage}", **pool_options)
         except ImportError:
             raise ValueError(
-                "--rate-storage redis: a package is missing: pip install 'pdserve[redis]'"
+                "--rate-storage redis needs redis-py: pip install 'pdserve[redis]'"
             ) from None
         except ConfigurationError as error:
             # Omit the rest of the address, which may have a password.

@@ -115,8 +115,8 @@ def test_settings_are_light() -> None:
 
 @pytest.mark.parametrize("role", ["gateway", "router"])
 def test_gateway_and_router_need_no_torch(role: str, tmp_path: Path) -> None:
-    """They start up to their servers without torch, or modules that are needed only later: the
-    given address cannot be bound.
+    """They start up to their servers without torch, what the control image lacks (docker/lock.py),
+    or modules that are needed only later: the given address cannot be bound.
     """
     database = ("--database-url", f"sqlite:///{tmp_path}/kept.db")
     words = {
@@ -125,7 +125,9 @@ def test_gateway_and_router_need_no_torch(role: str, tmp_path: Path) -> None:
     }[role]
     secret = ("--cluster-secret", "s" * 32, "--trust-network")
     later = ("sqlalchemy", "llguidance", "mcp")
-    code, out, err = run(role, *words, *secret, block=("torch", "numpy", "transformers", *later))
+    lacking = ("numpy", "gguf", "huggingface_hub", "rich", "prompt_toolkit")
+    block = ("torch", "transformers", *lacking, *later)
+    code, out, err = run(role, *words, *secret, block=block)
     assert code == 1, err
     assert "203.0.113.1" in err
     assert "Traceback" not in err

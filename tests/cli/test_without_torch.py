@@ -67,9 +67,14 @@ def has_torch(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize(
-    "options", [["--kernels", "reference"], ["--weights", "float32"], ["--device", "cuda"]]
+    ("options", "extras"),
+    [
+        (["--kernels", "reference"], "torch"),
+        (["--weights", "float32"], "torch"),
+        (["--device", "cuda"], "torch,cuda"),
+    ],
 )
-def test_without_torch_the_extra_is_named(options: list[str], model: Path) -> None:
+def test_without_torch_the_extra_is_named(options: list[str], extras: str, model: Path) -> None:
     command = ["decode", "--model", str(model), "--routers", "127.0.0.1:9", *options]
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED, *command],
@@ -81,4 +86,4 @@ def test_without_torch_the_extra_is_named(options: list[str], model: Path) -> No
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("pdserve: ")]
     assert " ".join(options) in line
-    assert line.endswith("pip install 'pdserve[torch]'")
+    assert line.endswith(f"needs torch: pip install 'pdserve[{extras}]'")

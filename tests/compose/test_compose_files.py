@@ -316,7 +316,7 @@ def test_the_gpu_overlay_meets_the_requirements_of_cuda_ipc() -> None:
     assert "ARG WORKER_EXTRAS=\n" in dockerfile
     assert "ARG WORKER_PACKAGES=\n" in dockerfile
     assert "TRITON_CACHE_DIR=/tmp/" in dockerfile, "the root file system is read-only in k8s"
-    assert not any(name.startswith("torch") for name in extras["worker"]), (
+    assert not {"torch", "triton"} & (locked("control") | locked("worker")).keys(), (
         "CPU images must not contain torch"
     )
 
@@ -466,8 +466,13 @@ def test_lock_files_contain_the_dependencies_of_the_project() -> None:
         return {re.split(r"[\[>=<;]", text)[0].strip() for text in requirements}
 
     control, extras = locked("control"), project["optional-dependencies"]
-    assert names(project["dependencies"]) <= set(control)
-    for extra in ("worker", "redis", "postgres", "trace"):
+    lock = runpy.run_path(str(ROOT / "docker/lock.py"))
+    dependencies = names(project["dependencies"])
+    workers, terminal = set(lock["WORKERS_ONLY"]), set(lock["TERMINAL_ONLY"])
+    assert workers | terminal <= dependencies
+    assert dependencies & set(control) == dependencies - workers - terminal, "run make lock"
+    assert dependencies & set(locked("worker")) == workers, "run make lock"
+    for extra in lock["EXTRAS"]:
         assert names(extras[extra]) <= set(control) | set(locked(extra)), f"{extra}: run make lock"
     system = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
     builds = {name.split("==")[0] for name in system["requires"]}

@@ -54,7 +54,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("pdserve.engine.models.cuda")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(ValueError, match=r"triton is not installed; run: .*pdserve\[torch,cuda\]"):
+    with pytest.raises(ValueError, match=r"needs triton: .*pdserve\[torch,cuda\]"):
         choose(EngineConfig(device="cuda"))
 
 

@@ -23,7 +23,7 @@ from builders.manifests import (
 )
 from oracles.manifest_rules import ALWAYS
 
-from pdserve.engine.checkpoints.resolve import served_name, shipped_model
+from pdserve.engine.checkpoints.resolve import find, served_name
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.common.options import GRACE_S, STOP_S
 from pdserve.services.worker.settings import DEREGISTER_S, ENGINE_CLOSE_S
@@ -79,7 +79,9 @@ def test_each_selector_matches_one_deployment(manifests: list[Manifest]) -> None
 
 def test_two_pools_serve_two_models_by_one_name(manifests: list[Manifest]) -> None:
     """The first pool's served name is that of the model in the image."""
-    models, served = set(), {served_name(shipped_model())}
+    shipped = find("")
+    assert isinstance(shipped, Path)
+    models, served = set(), {served_name(shipped)}
     for pool in POOLS:
         variables = [pod_of(deployment)[1] for deployment in workers(manifests, pool)]
         of_pool = {v["PDSERVE_MODEL"] for v in variables}

@@ -67,7 +67,7 @@ class CudaDevice:
         try:
             import cupy
         except ImportError as err:
-            raise DeviceError(f"CuPy is not installed (the extra `cuda`): {err}") from None
+            raise DeviceError(f"CUDA IPC needs CuPy: pip install 'pdserve[cuda]' ({err})") from None
         import torch
 
         self._cuda: Any = cupy.cuda.runtime

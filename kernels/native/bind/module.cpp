@@ -8,6 +8,8 @@
 
 NB_MODULE(_native, m) {
   m.doc() = "CPU kernels: see docs/cpu.md.";
+  // At exit, Python does not free objects that module globals or daemon threads still hold.
+  nanobind::set_leak_warnings(false);
   m.def("isas", [] {
     std::vector<std::string> names;
     for (const pdserve::Kernels* table : pdserve::targets()) names.emplace_back(table->isa);

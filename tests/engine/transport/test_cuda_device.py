@@ -35,7 +35,7 @@ def test_a_pool_in_host_memory_has_no_device() -> None:
     [
         (cuda_pool(), True, "encrypted", "cannot be encrypted"),
         (cuda_pool(5), False, "no_device", "10 bytes, which is not a multiple of 16"),
-        (cuda_pool(), False, "no_device", "CuPy is not installed"),
+        (cuda_pool(), False, "no_device", r"needs CuPy: pip install 'pdserve\[cuda\]'"),
     ],
 )
 def test_reasons_for_not_opening_a_device(
