@@ -5,9 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from builders.paged_runner import PagedRunner, load_decoder, read_config
-from builders.tiny_models import ARCHITECTURES, MULTIMODAL, in_tiers, write_tiny
+from builders.paged_runner import PagedRunner, load_decoder
+from builders.tiny_models import (
+    ARCHITECTURES,
+    MULTIMODAL,
+    in_tiers,
+    transformers_class,
+    write_tiny,
+)
 from torch import Tensor
 
 KERNELS = ("reference", "native")
@@ -123,7 +128,7 @@ LENS = {name: sum(step.get(name, 0) for step in SCHEDULE) for name in "abc"}
 
 
 def reference(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    model_class = getattr(transformers, read_config(path)["architectures"][0])
+    model_class = transformers_class(path)
     return model_class.from_pretrained(path, attn_implementation="eager", dtype=dtype).eval()
 
 

@@ -32,6 +32,16 @@ ARCHS = {
     "StableLmForCausalLM": "stablelm",
     "SmolLM3ForCausalLM": "smollm3",
     "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo2",
+    "MinistralForCausalLM": "llama",
+    "Ministral3ForCausalLM": "mistral3",
+    "GlmForCausalLM": "chatglm",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "InternLM3ForCausalLM": "llama",
+    "Exaone4ForCausalLM": "exaone4",
+    "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
+    "CohereForCausalLM": "command-r",
+    "Cohere2ForCausalLM": "cohere2",
     "GraniteForCausalLM": "granite",
     "Glm4ForCausalLM": "glm4",
     "SeedOssForCausalLM": "seed_oss",
@@ -48,6 +58,8 @@ ARCHS = {
 # For these the converter writes that scores are sigmoids: it knows it of GLM 4.5, and the configs
 # of the other two state it. The config of GLM 4.7 Flash does not.
 SIGMOID = ("Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "DeepseekV3ForCausalLM")
+# For these the converter writes which layers have a window.
+WINDOW_PATTERNS = ("Gemma3ForCausalLM", "Olmo3ForCausalLM", "Exaone4ForCausalLM")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 MTP = re.compile(
     r"model\.layers\.(\d+)\."
@@ -60,7 +72,8 @@ GPT_OSS = re.compile(
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 # The converter permutes q and k of PERMUTED for rope over neighbours, and adds one to the norms of
 # NORMS_PLUS_ONE.
-PERMUTED, NORMS_PLUS_ONE = {"llama", "smollm3", "granite"}, {"gemma", "gemma2", "gemma3"}
+PERMUTED = {"llama", "smollm3", "granite", "mistral3"}
+NORMS_PLUS_ONE = {"gemma", "gemma2", "gemma3"}
 NORMAL, CONTROL = 1, 3  # token types
 
 
@@ -138,6 +151,7 @@ def _write_config(
         "embedding_multiplier": writer.add_embedding_scale,
         "residual_multiplier": writer.add_residual_scale,
         "logits_scaling": writer.add_logit_scale,
+        "logit_scale": writer.add_logit_scale,
         "use_parallel_residual": writer.add_parallel_residual,
         "num_experts": writer.add_expert_count,
         "num_local_experts": writer.add_expert_count,
@@ -161,6 +175,7 @@ def _write_config(
         ["Gemma2ForCausalLM"],
         ["Phi3ForCausalLM"],
         ["GptOssForCausalLM"],
+        ["Cohere2ForCausalLM"],
     ):
         writer.add_sliding_window(config["sliding_window"])
     if config["architectures"] == ["Gemma2ForCausalLM"]:  # as for Gemma 3 below
@@ -168,11 +183,13 @@ def _write_config(
     rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
     if config["architectures"] == ["Gemma3ForCausalLM"]:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        # What the format cannot state: readers use the head size, or 168 for 27B.
+        assert config["query_pre_attn_scalar"] == head_dim
+    if config["architectures"][0] in WINDOW_PATTERNS:
         writer.add_sliding_window(config["sliding_window"])
         kinds = config["layer_types"]
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
-        # What the format cannot state: readers use the head size, or 168 for 27B.
-        assert config["query_pre_attn_scalar"] == head_dim
+    if "full_attention" in rope:
         rope = rope["full_attention"]
     else:
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
@@ -221,6 +238,9 @@ def _write_rope_scaling(
     writer.add_rope_scaling_factor(rope["factor"])
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if "llama_4_scaling_beta" in rope:
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
 def _llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
