@@ -88,7 +88,7 @@ def layers(draw: st.DrawFn) -> list[Part]:
         ]
     )
     size, gated = draw(st.sampled_from([32, 96])), draw(some)
-    activation = {"activation": draw(st.sampled_from(["silu", "gelu", "gelu_tanh"]))}
+    activation = {"activation": draw(st.sampled_from(["silu", "gelu", "gelu_tanh", "relu2"]))}
     dense: list[Part] = [
         linear(seed + 5, 2 * size if gated else size, HIDDEN, kind),
         ("gate" if gated else "activate", activation),

@@ -60,6 +60,32 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-dim-80": ("qwen3", {"head_dim": 80, "vocab_size": 1003}),
     "granite-dim-112": ("granite", {"head_dim": 112, "tie_word_embeddings": True}),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
+    "stablelm-head-norms": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
+    "cohere-head-norms": ("cohere", {"use_qk_norm": True, "attention_bias": True}),
+    "exaone4-no-window": (
+        "exaone4",
+        {"layer_types": ["full_attention"] * 3, "sliding_window": None},
+    ),
+    "hunyuan-alpha": (
+        "hunyuan_v1_dense",
+        {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 1e4,
+                "factor": 1.0,
+                "alpha": 50.0,
+            }
+        },
+    ),
+    "olmo3-yarn": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 5e5, **YARN},
+                "sliding_attention": {"rope_theta": 5e5, "rope_type": "default"},
+            }
+        },
+    ),
     "phi-tied": ("phi", {"tie_word_embeddings": True}),
     "phi3-no-window": ("phi3", {"sliding_window": None}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),

@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "factors", "factors": [1.0]}},
         "expected 6 numbers",
     ),
-    "activation": ("llama", {"hidden_act": "relu2"}, "'relu2' is not supported; supported: silu"),
+    "activation": ("llama", {"hidden_act": "relu"}, "'relu' is not supported; supported: silu"),
     "heads": ("llama", {"num_attention_heads": 7}, "7 heads are not a multiple of 2"),
     "size": ("llama", {"hidden_size": "48"}, "hidden_size='48'"),
     "negative": ("llama", {"vocab_size": -3}, "vocab_size=-3"),

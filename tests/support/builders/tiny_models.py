@@ -59,7 +59,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 1e4,
-            "factor": 4.0,
+            "factor": 32.0,
             "original_max_position_embeddings": 16,
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
@@ -71,7 +71,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "internlm3": {"attention_bias": True, "mlp_bias": True},
     "exaone4": {"head_dim": 16, "layer_types": SOME_WINDOWS, "sliding_window": 11},
     "hunyuan_v1_dense": {},
-    "cohere": {"head_dim": 16, "logit_scale": 0.75},
+    "cohere": {"head_dim": 16, "logit_scale": 0.75, "tie_word_embeddings": True},
     "cohere2": {
         "head_dim": 16,
         "num_hidden_layers": 4,
@@ -90,6 +90,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 24},
     "seed_oss": {"attention_out_bias": True},
     "starcoder2": {"head_dim": 16, "num_attention_heads": 3, "sliding_window": 11},
+    "apertus": {},
     "mixtral": {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen2_moe": {
         "head_dim": 16,
@@ -215,6 +216,7 @@ _CLASSES = {
     "seed_oss": ("SeedOss", "SeedOss"),
     "starcoder2": ("Starcoder2", "Starcoder2"),
     "arcee": ("Arcee", "Arcee"),
+    "apertus": ("Apertus", "Apertus"),
     "mixtral": ("Mixtral", "Mixtral"),
     "qwen2_moe": ("Qwen2Moe", "Qwen2Moe"),
     "qwen3_moe": ("Qwen3Moe", "Qwen3Moe"),
@@ -227,7 +229,7 @@ _CLASSES = {
     "gemma3": ("Gemma3Text", "Gemma3"),
 }
 _NAMES = {"internlm3": "InternLM3ForCausalLM"}  # of releases, without a class in transformers
-ADDED = ("starcoder2",)  # by tests, from outside
+ADDED = ("apertus", "starcoder2")  # by tests, from outside
 ARCHITECTURES = tuple(arch for arch in _OWN if arch not in ADDED)
 
 # Differences in attention, experts and cache: windows, soft caps, experts, latents, sinks.

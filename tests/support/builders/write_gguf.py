@@ -42,6 +42,7 @@ ARCHS = {
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "CohereForCausalLM": "command-r",
     "Cohere2ForCausalLM": "cohere2",
+    "ArceeForCausalLM": "arcee",
     "GraniteForCausalLM": "granite",
     "Glm4ForCausalLM": "glm4",
     "SeedOssForCausalLM": "seed_oss",
@@ -66,13 +67,14 @@ MTP = re.compile(
     r"(eh_proj|embed_tokens|enorm|hnorm|shared_head\.head|shared_head\.norm)\.weight"
 )
 EXPERT = re.compile(r"(model\.layers\.\d+\.)\w+\.experts\.(\d+)\.(\w+)\.weight")
+HEAD_NORM = re.compile(r"(model\.layers\.\d+\.self_attn\.[qk]_layernorm)\.norms\.(\d+)\.weight")
 GPT_OSS = re.compile(
     r"(model\.layers\.\d+\.)(mlp\.experts\.gate_up_proj|mlp\.experts\.down_proj|self_attn\.sinks)(_bias|)"
 )
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 # The converter permutes q and k of PERMUTED for rope over neighbours, and adds one to the norms of
 # NORMS_PLUS_ONE.
-PERMUTED = {"llama", "smollm3", "granite", "mistral3"}
+PERMUTED = {"llama", "smollm3", "granite", "mistral3", "arcee"}
 NORMS_PLUS_ONE = {"gemma", "gemma2", "gemma3"}
 NORMAL, CONTROL = 1, 3  # token types
 
@@ -85,7 +87,8 @@ def write_gguf(
     max_tensors_per_part: int = 0,
     rounded: Path | None = None,
     absorbed: bool = True,
-    **metadata: str | int | float | bool,
+    arch: str = "",
+    **metadata: Any,
 ) -> Path:
     """Write the model in folder `source` as GGUF `target` and return it (the first part).
 
@@ -93,13 +96,14 @@ def write_gguf(
     a type that gguf cannot quantize to (Q4_K, IQ...) gets random blocks. `rounded` names a new
     folder that gets the model as the file holds it, in float32 safetensors: a reader of the GGUF
     must equal it. Latent attention that is not `absorbed` is written as in files of before
-    2025-04. `metadata` adds keys; "tokenizer.ggml.pre" replaces the default one.
+    2025-04. `arch` replaces the name of the architecture. `metadata` adds keys;
+    "tokenizer.ggml.pre" replaces the default one.
     """
     config = json.loads((source / "config.json").read_text())
     stored: dict[str, torch.Tensor] = {}
     for file in sorted(source.glob("*.safetensors")):
         stored |= load_file(file)
-    arch = ARCHS[config["architectures"][0]]
+    arch = arch or ARCHS[config["architectures"][0]]
     writer = gguf.GGUFWriter(target, arch, split_max_tensors=max_tensors_per_part)
     num_layers = 1 + max(int(found[1]) for found in map(LAYER.match, stored) if found)
     _write_config(writer, config, absorbed, num_layers)
@@ -302,7 +306,8 @@ def _write_tensors(
     """Write all tensors; return Hugging Face name -> the float32 values that the file holds."""
     held: dict[str, torch.Tensor] = {}
     generator = np.random.default_rng(0)
-    stacks: dict[str, dict[int, str]] = {}  # of experts: merged name -> number -> name
+    # Of experts and norms of heads: merged name -> number -> name.
+    stacks: dict[str, dict[int, str]] = {}
     for hf_name, tensor in stored.items():
         values = tensor.float().numpy()
         if gpt_oss := GPT_OSS.fullmatch(hf_name):
@@ -312,6 +317,9 @@ def _write_tensors(
             layer, number, projection = expert.groups()
             merged = f"{layer}mlp.experts.{MIXTRAL.get(projection, projection)}.weight"
             stacks.setdefault(merged, {})[int(number)] = hf_name
+            continue
+        if head_norm := HEAD_NORM.fullmatch(hf_name):
+            stacks.setdefault(f"{head_norm[1]}.weight", {})[int(head_norm[2])] = hf_name
             continue
         if absorbed and hf_name.endswith("kv_b_proj.weight"):
             held[hf_name] = _add_kv_b(writer, names, hf_name, values, config, kind, generator)
