@@ -40,8 +40,8 @@ class RopeRows(NamedTuple):
     """Reorders the rows of a matrix of `heads` * `head_dim` rows for rope. In each head, the
     `rope_dim` rows from row `begin` on, which rope rotates, come first. With `interleaved`, the
     file stores the two rows of a rotated pair next to each other; the first rows of all pairs then
-    precede the second ones. The heads may be rows of a fused matrix of `stored` rows, from row
-    `first` on."""
+    precede the second ones. The heads may be rows of a fused matrix of `stored` rows: the first
+    one from row `first` on, the others each `stride` rows later."""
 
     heads: int
     head_dim: int
@@ -49,6 +49,7 @@ class RopeRows(NamedTuple):
     begin: int = 0
     interleaved: bool = True
     first: int = 0
+    stride: int = 0  # 0: head_dim
     stored: int = 0  # 0: only the rows of the heads
 
     def order(self) -> NDArray[np.int64]:
@@ -60,7 +61,7 @@ class RopeRows(NamedTuple):
         head_rows = np.concatenate(
             (first, head_rows[: self.begin], head_rows[self.begin + self.rope_dim :])
         )
-        begins = self.first + np.arange(self.heads) * self.head_dim
+        begins = self.first + np.arange(self.heads) * (self.stride or self.head_dim)
         return (begins[:, None] + head_rows).reshape(-1)
 
 

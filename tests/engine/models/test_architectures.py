@@ -86,6 +86,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "gpt_neox-in-turn": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "phi-tied": ("phi", {"tie_word_embeddings": True}),
     "phi3-no-window": ("phi3", {"sliding_window": None}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),

@@ -80,6 +80,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "arcee": {},
+    "gpt_neox": {"head_dim": 32, "hidden_size": 96, "num_key_value_heads": 3},
     "granite": {
         "head_dim": 16,
         "embedding_multiplier": 3.0,
@@ -216,6 +217,7 @@ _CLASSES = {
     "seed_oss": ("SeedOss", "SeedOss"),
     "starcoder2": ("Starcoder2", "Starcoder2"),
     "arcee": ("Arcee", "Arcee"),
+    "gpt_neox": ("GPTNeoX", "GPTNeoX"),
     "apertus": ("Apertus", "Apertus"),
     "mixtral": ("Mixtral", "Mixtral"),
     "qwen2_moe": ("Qwen2Moe", "Qwen2Moe"),

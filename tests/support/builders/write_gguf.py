@@ -43,6 +43,7 @@ ARCHS = {
     "CohereForCausalLM": "command-r",
     "Cohere2ForCausalLM": "cohere2",
     "ArceeForCausalLM": "arcee",
+    "GPTNeoXForCausalLM": "gptneox",
     "GraniteForCausalLM": "granite",
     "Glm4ForCausalLM": "glm4",
     "SeedOssForCausalLM": "seed_oss",
@@ -61,7 +62,7 @@ ARCHS = {
 SIGMOID = ("Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "DeepseekV3ForCausalLM")
 # For these the converter writes which layers have a window.
 WINDOW_PATTERNS = ("Gemma3ForCausalLM", "Olmo3ForCausalLM", "Exaone4ForCausalLM")
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
+LAYER = re.compile(r"(?:model|gpt_neox)\.layers\.(\d+)\.")
 MTP = re.compile(
     r"model\.layers\.(\d+)\."
     r"(eh_proj|embed_tokens|enorm|hnorm|shared_head\.head|shared_head\.norm)\.weight"
@@ -324,6 +325,11 @@ def _write_tensors(
         if absorbed and hf_name.endswith("kv_b_proj.weight"):
             held[hf_name] = _add_kv_b(writer, names, hf_name, values, config, kind, generator)
             continue
+        in_turn = (
+            "attention.query_key_value" in hf_name
+        )  # of each head; in GGUF all of q come first
+        if in_turn:
+            values = _swapped(values, config["num_attention_heads"], 3)
         request = hf_name.replace("e_score_correction_bias", "e_score_correction.bias")
         name = names.get_name(request, try_suffixes=(".weight", ".bias"))
         if mtp := MTP.fullmatch(hf_name):  # not in the table of each architecture that has them
@@ -343,6 +349,8 @@ def _write_tensors(
         values = _add(writer, name, values, kind, generator)
         if permuted:
             values = _permute_back(values, heads)
+        if in_turn:
+            values = _swapped(values, 3, config["num_attention_heads"])
         if arch in NORMS_PLUS_ONE and hf_name.endswith("norm.weight"):
             values = values - 1
         held[hf_name] = torch.from_numpy(np.ascontiguousarray(values))
@@ -441,6 +449,12 @@ def _random_blocks(
         with np.errstate(invalid="ignore"):
             bad = ~(np.abs(values).max(axis=1) < 0.5)
     return blocks.reshape(*shape[:-1], -1)
+
+
+def _swapped(values: np.ndarray, outer: int, inner: int) -> np.ndarray:
+    """Reorder rows from (outer, inner, rest) to (inner, outer, rest)."""
+    split = values.reshape(outer, inner, -1, *values.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(0, 1).reshape(values.shape))
 
 
 def _permute(values: np.ndarray, heads: int) -> np.ndarray:
