@@ -1,5 +1,5 @@
-"""GPT-NeoX and Pythia: layer norms with biases, rope over a quarter of each head, a feed-forward
-without a gate, mostly in parallel with attention but after a norm of its own (arXiv:2204.06745)."""
+"""GPT-NeoX and Pythia: layer norms with biases, rope over a quarter of each head, and attention in
+parallel with a feed-forward that has no gate and another norm (arXiv:2204.06745)."""
 
 from typing import Any
 

@@ -330,9 +330,9 @@ def window_config(metadata: Metadata) -> dict[str, Any]:
     layers that have one; empty for a file without windows."""
     prefix = f"{metadata['general.architecture']}.attention.sliding_window"
     config: dict[str, Any] = {}
+    pattern = metadata.get(f"{prefix}_pattern")
     if metadata.get(prefix):
         config["sliding_window"] = metadata[prefix]
-        pattern = metadata.get(f"{prefix}_pattern")
         if isinstance(pattern, Sequence):
             config["layer_types"] = [f"{'sliding' if has else 'full'}_attention" for has in pattern]
         elif pattern is not None:
