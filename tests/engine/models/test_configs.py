@@ -11,6 +11,7 @@ from transformers import GptOssConfig
 
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.models import UnsupportedModel
+from pdserve.engine.models.rope import RopeConfig
 
 YARN = {
     "rope_theta": 5e5,
@@ -123,6 +124,10 @@ def test_older_forms_of_window_and_rope_have_the_same_meaning(
     pattern = without(configs["exaone4"], "layer_types", sliding_window_pattern=3)
     layers = [(layer.window, layer.rope is None) for layer in parse_config(pattern).layers]
     assert layers == [(11, False), (11, False), (0, True)]
+    scaling = {"type": "dynamic", "alpha": 50.0, "factor": 1.0}
+    fields = {"rope_theta": 3e4, "rope_scaling": scaling}
+    hunyuan = parse_config(without(configs["hunyuan_v1_dense"], "rope_parameters", **fields))
+    assert hunyuan.layers[0].rope == RopeConfig(3e4 * 50.0 ** (20 / 18), 20)
     bias = without(configs["internlm3"], "attention_bias", "mlp_bias", qkv_bias=True, bias=False)
     internlm = parse_config(bias)
     assert (internlm.qkv_bias, internlm.o_bias, internlm.ffn_bias) == (True, False, False)
