@@ -34,7 +34,8 @@ def parse(hf: HfConfig) -> ModelConfig:
     }
     bias = bool(hf.get("attention_bias", True))
     return standard(
-        {**defaults, **hf},
+        # Fields that it does not have, and transformers ignores.
+        {**defaults, **hf, "num_key_value_heads": None, "head_dim": None},
         norms=PRE_NORMS,
         norm_kind="layer",
         norm_bias=True,

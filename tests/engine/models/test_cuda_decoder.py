@@ -25,7 +25,7 @@ def sizes(arch: str) -> dict[str, Any]:
     """Return sizes that the kernels accept: heads of a multiple of 16 values."""
     if arch in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
         return LATENT
-    return {"stablelm": {}, "gpt_neox": {}, "mistral": {"sliding_window": 9, "head_dim": 16}}.get(
+    return {"stablelm": {}, "mistral": {"sliding_window": 9, "head_dim": 16}}.get(
         arch, {"head_dim": 16}
     )
 
