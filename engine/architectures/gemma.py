@@ -6,16 +6,17 @@ in place of the caps, and five sliding-window layers per global layer, which has
 (arXiv:2503.19786). Of Gemma 3 with a vision tower (4B and larger), only the text part is served.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata
+from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata, window_config
 from pdserve.engine.models import (
     LayerConfig,
     ModelConfig,
     ModelSpec,
     NormPlacement,
+    TextModel,
     UnsupportedModel,
+    text_of,
 )
 from pdserve.engine.models.hf_config import (
     HfConfig,
@@ -32,7 +33,6 @@ from pdserve.engine.models.hf_config import (
     windowed,
     windows,
 )
-from pdserve.engine.models.spec import text_of
 
 NORMS = NormPlacement(
     attn_in="input_layernorm",
@@ -158,15 +158,10 @@ def gemma3_gguf_config(metadata: Metadata) -> dict[str, Any]:
     config: dict[str, Any] = {
         "query_pre_attn_scalar": size,
         "rope_local_base_freq": metadata.get("gemma3.rope.freq_base_swa", 10_000.0),
-        "sliding_window": metadata.get("gemma3.attention.sliding_window"),
+        "sliding_window": None,
         "final_logit_softcapping": metadata.get("gemma3.final_logit_softcapping"),
     }
-    pattern = metadata.get("gemma3.attention.sliding_window_pattern", 6)
-    if isinstance(pattern, Sequence):
-        config["layer_types"] = [f"{'sliding' if has else 'full'}_attention" for has in pattern]
-    else:
-        config["sliding_window_pattern"] = pattern
-    return config
+    return config | window_config(metadata)
 
 
 GEMMA3_GGUF = GgufMapping("gemma3", tensors=GGUF_NORMS, config=gemma3_gguf_config, norm_offset=1.0)
@@ -186,5 +181,5 @@ GEMMA3_TEXT_DEFAULTS = {
     "sliding_window": 4096,
 }
 GEMMA3_MULTIMODAL = text_of(
-    "Gemma3ForConditionalGeneration", GEMMA3, "gemma3_text", GEMMA3_TEXT_DEFAULTS
+    "Gemma3ForConditionalGeneration", TextModel("gemma3_text", parse_gemma3, GEMMA3_TEXT_DEFAULTS)
 )

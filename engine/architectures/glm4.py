@@ -1,9 +1,9 @@
 """GLM 4 of 2025 (GLM-4-0414): norms before and after attention and feed-forward, rope over
 neighbouring dims in half of each head, gate and up in one tensor."""
 
-from pdserve.engine.checkpoints import RopeRows, View, fused
+from pdserve.engine.checkpoints import View, fused
 from pdserve.engine.checkpoints.gguf import GgufMapping
-from pdserve.engine.models import ModelConfig, ModelSpec, NormPlacement
+from pdserve.engine.models import ModelConfig, ModelSpec, NormPlacement, interleaved_rope
 from pdserve.engine.models.hf_config import HfConfig, standard
 
 NORMS = NormPlacement(
@@ -20,16 +20,10 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def stored(config: ModelConfig) -> dict[str, View]:
-    views: dict[str, View] = {}
+    views = interleaved_rope(config)
     halves = {"gate_proj": config.ffn_size, "up_proj": config.ffn_size}
-    for n, layer in enumerate(config.layers):
+    for n in range(config.num_layers):
         views |= fused(f"model.layers.{n}.mlp.", "gate_up_proj", halves)
-        assert layer.rope is not None
-        for name, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
-            rows = RopeRows(heads, config.head_dim, layer.rope.rotary_dim)
-            for leaf in ("weight", "bias"):
-                tensor = f"model.layers.{n}.self_attn.{name}.{leaf}"
-                views[tensor] = View(tensor, rows)
     return views
 
 

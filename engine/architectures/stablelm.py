@@ -1,19 +1,17 @@
-"""StableLM 2 and 3B: layer norms, rope over a quarter of each head, optionally attention and
-feed-forward in parallel (arXiv:2402.17834)."""
+"""StableLM 2 and 3B: layer norms, rope over a quarter of each head; in the 12B model attention and
+feed-forward in parallel, and layer norms over the heads of q and k (arXiv:2402.17834)."""
 
+from itertools import product
 from typing import Any
 
 from pdserve.engine.architectures import phi
+from pdserve.engine.checkpoints import Nth, View, first_of
 from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata
-from pdserve.engine.models import PRE_NORMS, ModelConfig, ModelSpec, UnsupportedModel
+from pdserve.engine.models import PRE_NORMS, ModelConfig, ModelSpec
 from pdserve.engine.models.hf_config import HfConfig, positive, standard
 
 
 def parse(hf: HfConfig) -> ModelConfig:
-    if hf.get("qk_layernorm"):
-        raise UnsupportedModel(
-            "config field qk_layernorm: layer norms over q and k are not supported"
-        )
     parallel = bool(hf.get("use_parallel_residual", False))
     return standard(
         {"partial_rotary_factor": 0.25, **hf},
@@ -22,13 +20,31 @@ def parse(hf: HfConfig) -> ModelConfig:
         norm_bias=True,
         norm_eps=positive(hf, "layer_norm_eps", 1e-5, maximum=1.0),
         parallel=parallel,
+        # GGUF files are read as use_qk_norm.
+        qk_norm="head_layer" if hf.get("qk_layernorm", hf.get("use_qk_norm")) else "",
         # GGUF uses the name that other architectures have.
         qkv_bias=bool(hf.get("use_qkv_bias", hf.get("attention_bias", False))),
     )
+
+
+def stored(config: ModelConfig) -> dict[str, View]:
+    """Return views of the norms of heads: a tensor for each head, or one for all in GGUF."""
+    views: dict[str, View] = {}
+    if config.qk_norm:
+        counts = {"q": config.num_heads, "k": config.num_kv_heads}
+        for n, (name, heads) in product(range(config.num_layers), counts.items()):
+            attn = f"model.layers.{n}.self_attn."
+            for head in range(heads):
+                views[f"{attn}{name}_norm.{head}.weight"] = first_of(
+                    View(f"{attn}{name}_layernorm.norms.{head}.weight"),
+                    View(f"{attn}{name}_norm.weight", matrix=Nth(head, heads)),
+                )
+    return views
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
     return {"use_parallel_residual": metadata.get("stablelm.use_parallel_residual", True)}
 
 
-SPEC = ModelSpec(("StableLmForCausalLM",), parse, GgufMapping("stablelm", config=gguf_config))
+GGUF = GgufMapping("stablelm", config=gguf_config)
+SPEC = ModelSpec(("StableLmForCausalLM",), parse, GGUF, stored)

@@ -40,13 +40,17 @@ class RopeRows(NamedTuple):
     """Reorders the rows of a matrix of `heads` * `head_dim` rows for rope. In each head, the
     `rope_dim` rows from row `begin` on, which rope rotates, come first. With `interleaved`, the
     file stores the two rows of a rotated pair next to each other; the first rows of all pairs then
-    precede the second ones."""
+    precede the second ones. The heads may be rows of a fused matrix of `stored` rows: the first
+    one from row `first` on, the others each `stride` rows later."""
 
     heads: int
     head_dim: int
     rope_dim: int
     begin: int = 0
     interleaved: bool = True
+    first: int = 0
+    stride: int = 0  # 0: head_dim
+    stored: int = 0  # 0: only the rows of the heads
 
     def order(self) -> NDArray[np.int64]:
         """Return for each row of the result the index of the stored row, int64 [heads * head_dim].
@@ -57,7 +61,8 @@ class RopeRows(NamedTuple):
         head_rows = np.concatenate(
             (first, head_rows[: self.begin], head_rows[self.begin + self.rope_dim :])
         )
-        return (np.arange(self.heads)[:, None] * self.head_dim + head_rows).reshape(-1)
+        begins = self.first + np.arange(self.heads) * (self.stride or self.head_dim)
+        return (begins[:, None] + head_rows).reshape(-1)
 
 
 Rows = slice | RopeRows
@@ -100,8 +105,11 @@ class View:
             shape = (*shape[:-2], *shape[:-3:-1])
         if isinstance(self.rows, slice):
             shape = (len(range(*self.rows.indices(shape[0]))), *shape[1:])
-        elif self.rows and shape[:1] != (self.rows.heads * self.rows.head_dim,):
-            raise self._mismatch(stored, self.rows.heads, self.rows.head_dim)
+        elif self.rows:
+            count = self.rows.heads * self.rows.head_dim
+            if shape[:1] != (self.rows.stored or count,):
+                raise self._mismatch(stored, self.rows.heads, self.rows.head_dim)
+            shape = (count, *shape[1:])
         return (1, *shape) if self.is_row and len(shape) == 1 else shape
 
     def _mismatch(self, stored: tuple[int, ...], heads: int, rows: int) -> CheckpointError:

@@ -4,6 +4,7 @@ that compute those parts."""
 from pdserve.engine.models.config import LayerConfig, ModelConfig, NormPlacement, UnsupportedModel
 from pdserve.engine.models.experts import MixtureOfExperts, stored_experts
 from pdserve.engine.models.identity import configuration_digest, kv_identity, numerics_id
+from pdserve.engine.models.interleaved import interleaved_rope
 from pdserve.engine.models.kv_error import int8_warning
 from pdserve.engine.models.latent import LatentAttention
 from pdserve.engine.models.layer import (
@@ -26,5 +27,5 @@ from pdserve.engine.models.parts import (
     Linear,
     Part,
 )
-from pdserve.engine.models.rope import BY_CONTEXT
-from pdserve.engine.models.spec import ModelSpec, is_mtp, under_model
+from pdserve.engine.models.rope import BY_CONTEXT, QueryScaledRope
+from pdserve.engine.models.spec import ModelSpec, TextModel, is_mtp, text_of, under_model

@@ -89,8 +89,10 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     ffn_bias: bool = False
-    # RMS norm of q and k before rope: over each head, or over all heads of each as one row.
-    qk_norm: Literal["", "head", "row"] = ""
+    # RMS norm of q and k before rope: over each head, or over all heads of each as one row;
+    # "rotated_head": over each head after rope; "head_layer": a layer norm of each head, before
+    # rope, with a separate weight for each head.
+    qk_norm: Literal["", "head", "row", "rotated_head", "head_layer"] = ""
     attn_scale: float = 1.0  # of the scores
     attn_soft_cap: float = 0.0  # cap * tanh(score / cap); 0: none
     sinks: bool = False  # one score per head that belongs to no key
@@ -105,6 +107,12 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The different ropes of all layers, of queries and of keys."""
+        ropes = (layer.rope for layer in self.layers if layer.rope)
+        return tuple(dict.fromkeys(one for rope in ropes for one in (rope, rope.of_keys())))
 
     def kv_groups(self, kv_dtype: str) -> tuple[LayerGroup, ...]:
         """Group the layers by attention window, one group of the KV cache for each window size;

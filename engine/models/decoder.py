@@ -53,9 +53,8 @@ class Decoder:
         self._device = device
         empty = torch.empty(0)
         self._ropes = {
-            layer.rope: RopeTensors(RopeTable(layer.rope, config.context_len), device, empty, empty)
-            for layer in config.layers
-            if layer.rope
+            rope: RopeTensors(RopeTable(rope, config.context_len), device, empty, empty)
+            for rope in config.ropes
         }
         self._embedding = to_device(weights(EMBEDDING), dtype, device)
         setup = Setup(weights, dtype, device, self._ropes)

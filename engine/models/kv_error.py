@@ -7,7 +7,7 @@ import numpy as np
 
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.layer import layer_parts
-from pdserve.engine.models.parts import Attention, HeadNorm, Linear
+from pdserve.engine.models.parts import Attention, HeadLayerNorm, HeadNorm, Linear
 from pdserve.engine.weights import Floats
 
 INT8_STEP = 1 / (127 * 12**0.5)  # deviation of the rounding to 8 bits, over the largest value
@@ -45,7 +45,7 @@ def int8_score_error(config: ModelConfig, vector: Callable[[str], Floats]) -> fl
         parts = layer_parts(config, n)
         attention = next(part for part in parts if isinstance(part, Attention))
         qkv = next(part for part in parts if isinstance(part, Linear))
-        if not qkv.biases or any(isinstance(part, HeadNorm) for part in parts):
+        if not qkv.biases or any(isinstance(part, HeadNorm | HeadLayerNorm) for part in parts):
             continue
         heads = attention.heads
         q, k = (vector(bias.name).reshape(-1, heads.dim) for bias in qkv.biases[:2])

@@ -5,6 +5,7 @@ except engine/architectures where checkpoints use other names, and the names in 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pdserve.engine.models.config import ModelConfig, NormPlacement
 from pdserve.engine.models.parts import (
@@ -12,6 +13,7 @@ from pdserve.engine.models.parts import (
     Add,
     Attention,
     Gate,
+    HeadLayerNorm,
     HeadNorm,
     Heads,
     Hold,
@@ -43,8 +45,15 @@ def layer_parts(config: ModelConfig, n: int) -> tuple[Part, ...]:
             yield _norm(config, prefix + name)
 
     def head_norm() -> Iterator[Part]:
-        if config.qk_norm:
-            per_head = config.qk_norm == "head"
+        if config.qk_norm == "head_layer":
+            counts = {"q": heads.q, "k": heads.kv}
+            q_specs, k_specs = (
+                tuple(TensorSpec(f"{attn}{name}_norm.{i}.weight", (heads.dim,)) for i in range(n))
+                for name, n in counts.items()
+            )
+            yield HeadLayerNorm(heads, q_specs, k_specs, config.norm_eps)
+        elif config.qk_norm:
+            per_head = config.qk_norm != "row"
             sizes = {
                 "q": heads.dim if per_head else q_size,
                 "k": heads.dim if per_head else kv_size,
@@ -52,12 +61,21 @@ def layer_parts(config: ModelConfig, n: int) -> tuple[Part, ...]:
             q, k = (TensorSpec(f"{attn}{name}_norm.weight", (n,)) for name, n in sizes.items())
             yield HeadNorm(heads, q, k, config.norm_offset, config.norm_eps)
 
+    def rotation() -> Iterator[Part]:
+        if layer.rope and layer.rope != layer.rope.of_keys():
+            yield Rope(replace(heads, kv=0), layer.rope)
+            yield Rope(replace(heads, q=0), layer.rope.of_keys(), q_size)
+        elif layer.rope:
+            yield Rope(heads, layer.rope)
+
     def plain() -> tuple[Part, ...]:
         sinks = TensorSpec(attn + "sinks", (heads.q,)) if config.sinks else None
+        rotated_first = config.qk_norm == "rotated_head"
         return (
             linear(attn, qkv, hidden, config.qkv_bias),
+            *(rotation() if rotated_first else ()),
             *head_norm(),
-            *((Rope(heads, layer.rope),) if layer.rope else ()),
+            *(() if rotated_first else rotation()),
             Attention(heads, config.attn_scale, config.attn_soft_cap, layer.window, sinks),
         )
 

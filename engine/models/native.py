@@ -23,6 +23,7 @@ from pdserve.engine.models.parts import (
     Attention,
     Experts,
     Gate,
+    HeadLayerNorm,
     HeadLinear,
     HeadNorm,
     Hold,
@@ -74,8 +75,7 @@ class NativeDecoder:
             logit_soft_cap=config.logit_soft_cap,
         )
         self._expanded: Counter[str] = Counter()  # number of expanded weights, by their format
-        ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope)
-        self._ropes = {rope: RopeTable(rope, config.context_len) for rope in ropes}
+        self._ropes = {rope: RopeTable(rope, config.context_len) for rope in config.ropes}
         self._rope_len = 0
         self._reserve_positions(1)
         embedding = self._pack(EMBEDDING, weights(EMBEDDING))
@@ -177,6 +177,10 @@ class NativeDecoder:
                     ("head_norm", _norm(part, part.q, weights) | q),
                     ("head_norm", _norm(part, part.k, weights) | k),
                 ]
+            case HeadLayerNorm():
+                weight = np.concatenate([unpack(weights(s.name)) for s in (*part.q, *part.k)])
+                count = len(part.q) + len(part.k)
+                return [("head_layer_norm", {"weight": weight, "eps": part.eps, "heads": count})]
             case Rope():
                 heads, table = part.heads, list(self._ropes).index(part.config)
                 rotated = {"heads": heads.q + heads.kv, "head_dim": heads.dim}

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pdserve.engine.models.rope import RopeConfig
 
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 Gating = Activation | Literal["swiglu_oai"]  # of a gate and the gated values; the last is gpt-oss's
 
 
@@ -115,6 +115,16 @@ class HeadNorm(Part):
     q: TensorSpec
     k: TensorSpec
     offset: float
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayerNorm(Part):
+    """Layer norm of each head of q and of k, without bias, with a separate weight for each head."""
+
+    heads: Heads
+    q: tuple[TensorSpec, ...]
+    k: tuple[TensorSpec, ...]
     eps: float
 
 

@@ -5,7 +5,7 @@ Tables are computed in float64 and rounded once, so that every machine has the s
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,21 @@ class RopeConfig:
     attention_factor: float = 1.0  # multiplies cos and sin
     factors: tuple[float, ...] = ()  # rotary_dim / 2 divisors; longrope: for short contexts
     long_factors: tuple[float, ...] = ()  # longrope: for long contexts
+
+    def of_keys(self) -> "RopeConfig":
+        """Return the rope of the keys of a layer whose queries have this one."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScaledRope(RopeConfig):
+    """Rope that also scales queries by their position p, by 1 + query_beta * ln(1 + floor(p /
+    original_context_len)), like Llama 4 and Ministral 3. It must rotate all dims of a head."""
+
+    query_beta: float = 0.0
+
+    def of_keys(self) -> RopeConfig:
+        return RopeConfig(**{field.name: getattr(self, field.name) for field in fields(RopeConfig)})
 
 
 def for_context(rope: RopeConfig, context_len: int) -> RopeConfig:
@@ -121,7 +136,7 @@ class RopeTable:
 
     def __init__(self, rope: RopeConfig, context_len: int) -> None:
         self._frequencies = inverse_frequencies(for_context(rope, context_len))
-        self._scale = rope.attention_factor
+        self._rope = rope
         self._context_len = context_len
         self.cos: Floats = np.empty((0, rope.rotary_dim // 2), np.float32)
         self.sin = self.cos
@@ -135,5 +150,10 @@ class RopeTable:
         length = max(num_positions, min(2 * current_len, self._context_len))
         positions = np.arange(length, dtype=np.float32)
         angles = (positions[:, None] * self._frequencies).astype(np.float64)
-        self.cos = (np.cos(angles) * self._scale).astype(np.float32)
-        self.sin = (np.sin(angles) * self._scale).astype(np.float32)
+        scale: Any = self._rope.attention_factor
+        if isinstance(self._rope, QueryScaledRope):
+            turns = np.floor(positions / np.float32(self._rope.original_context_len))
+            growth = 1 + self._rope.query_beta * np.log(1 + turns.astype(np.float64))
+            scale = scale * growth[:, None]
+        self.cos = (np.cos(angles) * scale).astype(np.float32)
+        self.sin = (np.sin(angles) * scale).astype(np.float32)

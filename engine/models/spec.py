@@ -8,7 +8,7 @@ of the checkpoint are not loaded.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -69,30 +69,43 @@ PREFIXES = {"model.": ("language_model.model.", "model.language_model."), "": ("
 UNUSED_PREFIXES = tuple(
     f"{prefix}{part}."
     for prefix in ("", "model.")
-    for part in ("vision_tower", "vision_model", "multi_modal_projector", "audio_tower")
+    for part in ("vision_tower", "vision_model", "multi_modal_projector", "audio_tower", "visual")
 )
 
 
-def text_of(
-    architecture: str, spec: ModelSpec, model_type: str, defaults: Mapping[str, Any]
-) -> ModelSpec:
-    """Return the spec of the multimodal `architecture`, of which only the text model is used.
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """A text model inside a multimodal one."""
 
-    `spec` parses the field `text_config`, whose `model_type` must be the given one; `defaults` are
-    transformers' values of the fields that `text_config` may omit.
-    """
+    model_type: str  # of `text_config`
+    parse: Callable[[Mapping[str, Any]], ModelConfig]
+    defaults: Mapping[str, Any]  # transformers' values of the fields that `text_config` may omit
+
+
+def text_of(
+    architecture: str, *models: TextModel, flat: bool = False, gguf: GgufMapping | None = None
+) -> ModelSpec:
+    """Return the spec of the multimodal `architecture`, of which only the text model is used: the
+    one of `models` that the `model_type` of the field `text_config` names. If `flat`, a config
+    without `text_config` has the fields of the first of `models`: one of the first releases, or
+    from a GGUF file."""
+    by_type = {model.model_type: model for model in models}
 
     def parse(hf: HfConfig) -> ModelConfig:
         text = dict(table(hf, "text_config"))
-        if text.get("model_type") != model_type:
+        if flat and not text:
+            text = {**hf, "model_type": models[0].model_type}
+        model = by_type.get(str(text.get("model_type")))
+        if model is None:
             raise UnsupportedModel(
-                f"text model of {architecture} is {text.get('model_type')!r}: expected {model_type}"
+                f"text model of {architecture} is {text.get('model_type')!r}: "
+                f"expected {' or '.join(by_type)}"
             )
         outer = {key: hf[key] for key in ("tie_word_embeddings",) if key in hf}
-        text = {**defaults, **outer, **text, "architectures": list(spec.architectures)}
-        return replace(spec.parse(text), architecture=architecture)
+        text = {**model.defaults, **outer, **text, "architectures": [architecture]}
+        return model.parse(text)
 
-    return ModelSpec((architecture,), parse, stored=text_views, unused=is_unused)
+    return ModelSpec((architecture,), parse, gguf, text_views, is_unused)
 
 
 def text_views(config: ModelConfig) -> dict[str, View]:

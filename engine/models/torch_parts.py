@@ -21,6 +21,7 @@ from pdserve.engine.models.parts import (
     Experts,
     Gate,
     Gating,
+    HeadLayerNorm,
     HeadLinear,
     HeadNorm,
     LayerNorm,
@@ -250,6 +251,20 @@ def head_norm(part: HeadNorm, setup: Setup) -> TorchPart:
         for columns, weight in ((x[:, :q_size], q), (x[:, q_size : q_size + kv_size], k)):
             normed = columns.view(len(x), -1, len(weight))
             normed.copy_(reference.rms_norm(normed, weight, part.eps))
+        return x
+
+    return norm_in_place
+
+
+@computes(HeadLayerNorm)
+def head_layer_norm(part: HeadLayerNorm, setup: Setup) -> TorchPart:
+    weights = torch.stack([setup.vector(spec) for spec in (*part.q, *part.k)])  # [heads, dim]
+    ones = torch.ones(part.heads.dim, device=weights.device)
+
+    def norm_in_place(x: Tensor, step: LayerStep) -> Tensor:
+        heads = x[:, : weights.numel()].view(len(x), *weights.shape)
+        normed = reference.layer_norm(heads.float(), ones, None, part.eps)
+        heads.copy_(normed * weights)
         return x
 
     return norm_in_place

@@ -36,11 +36,13 @@ def _norm_kernel(
     size: tl.constexpr, BLOCK: tl.constexpr, IS_LAYER: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * size  # of a head
     column = tl.arange(0, BLOCK)
     inside = column < size
-    value = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    normed = _normed(value, weight, bias, eps, column, size, IS_LAYER)
-    tl.store(out + token * out_stride + column, normed.to(out.dtype.element_ty), mask=inside)
+    value = tl.load(x + token * x_stride + first + column, mask=inside, other=0.0).to(tl.float32)
+    normed = _normed(value, weight + first, bias, eps, column, size, IS_LAYER)
+    place = out + token * out_stride + first + column
+    tl.store(place, normed.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -78,18 +80,20 @@ def norm(
     eps: float,
     *,
     is_layer: bool = False,
+    heads: int = 1,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return the RMS norm (arXiv:1910.07467) of each row, or with `is_layer` the layer norm
-    (arXiv:1607.06450).
+    (arXiv:1607.06450); of each of `heads` equal parts of a row if there are several.
 
-    x [T, N] with rows of any stride; weight and bias float32 [N]; `out` is like x and may be x.
+    x [T, N] with rows of any stride; weight and bias float32 [N], no bias with several heads; `out`
+    is like x and may be x.
     """
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    num_tokens, size = x.shape
+    num_tokens, size = len(x), x.shape[1] // heads
     if num_tokens:
-        _norm_kernel[(num_tokens,)](
+        _norm_kernel[(num_tokens, heads)](
             x, out, weight, bias, eps, x.stride(0), out.stride(0),
             size, *_shape(size, is_layer), num_warps=_warps(size), enable_fp_fusion=False,
         )  # fmt: skip
@@ -157,6 +161,8 @@ def _activated(x, KIND: tl.constexpr):
     if KIND == "gelu_tanh":
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         return x / (1.0 + tl.exp(-2.0 * inner))  # (1 + tanh y) / 2 = 1 / (1 + e^-2y)
+    if KIND == "relu2":
+        return x * tl.where(x < 0.0, 0.0, x)  # NaN for NaN
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
@@ -197,7 +203,8 @@ def _activated_kernel(x, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def gated(
-    x: Tensor | SplitSums, activation: Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]
+    x: Tensor | SplitSums,
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu2", "swiglu_oai"],
 ) -> Tensor:
     """Return the gated activation of x [T, 2 * N]: activation(first half) * second half, [T, N].
     swiglu_oai: gate * sigmoid(1.702 * gate) * (up + 1), with gate clamped to at most 7, and up to
@@ -213,7 +220,7 @@ def gated(
     return out
 
 
-def activated(x: Tensor, activation: Literal["silu", "gelu_tanh", "gelu"]) -> Tensor:
+def activated(x: Tensor, activation: Literal["silu", "gelu_tanh", "gelu", "relu2"]) -> Tensor:
     """Return the activation function of x [T, N], elementwise."""
     out = torch.empty_like(x)
     num_tokens, size = x.shape

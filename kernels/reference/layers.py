@@ -18,9 +18,12 @@ FEW = range(2, 5)  # tokens
 
 
 def gated(
-    gate: Tensor, up: Tensor, activation: Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]
+    gate: Tensor,
+    up: Tensor,
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu2", "swiglu_oai"],
 ) -> Tensor:
-    """Return activation(gate) * up, elementwise; gelu_tanh is the tanh approximation of gelu.
+    """Return activation(gate) * up, elementwise; gelu_tanh is the tanh approximation of gelu,
+    relu2 is max(x, 0) squared.
 
     swiglu_oai: gate * sigmoid(1.702 * gate) * (up + 1), gate clamped to at most 7, up to [-7, 7].
     """
@@ -30,10 +33,12 @@ def gated(
     return activated(gate, activation).mul_(up)
 
 
-def activated(x: Tensor, activation: Literal["silu", "gelu_tanh", "gelu"]) -> Tensor:
+def activated(x: Tensor, activation: Literal["silu", "gelu_tanh", "gelu", "relu2"]) -> Tensor:
     """Return the activation function of x, elementwise."""
     if activation == "silu":
         return F.silu(x)
+    if activation == "relu2":
+        return F.relu(x).square_()
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 

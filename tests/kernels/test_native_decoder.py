@@ -71,6 +71,10 @@ def layers(draw: st.DrawFn) -> list[Part]:
         return "head_norm", {"weight": weight, "eps": 1e-6, **where}
 
     def head_norms() -> list[Part]:
+        if draw(some):
+            weight = values(seed, (HEADS + KV_HEADS) * HEAD_DIM)
+            fields = {"weight": weight, "eps": 1e-6, "heads": HEADS + KV_HEADS}
+            return [("head_layer_norm", fields)]
         of_heads = draw(some)
         return [head_norm(0, HEADS, of_heads), head_norm(HEADS, KV_HEADS, of_heads)]
 
@@ -88,7 +92,7 @@ def layers(draw: st.DrawFn) -> list[Part]:
         ]
     )
     size, gated = draw(st.sampled_from([32, 96])), draw(some)
-    activation = {"activation": draw(st.sampled_from(["silu", "gelu", "gelu_tanh"]))}
+    activation = {"activation": draw(st.sampled_from(["silu", "gelu", "gelu_tanh", "relu2"]))}
     dense: list[Part] = [
         linear(seed + 5, 2 * size if gated else size, HIDDEN, kind),
         ("gate" if gated else "activate", activation),

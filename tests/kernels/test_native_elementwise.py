@@ -19,7 +19,7 @@ from pdserve.kernels import reference
 SIZES = st.integers(1, 70)
 SEEDS = st.integers(0, 2**32)
 ALL = [native.Context(threads, isa=isa) for isa in native.isas() for threads in (1, 2)]
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "swiglu_oai")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2", "swiglu_oai")
 INFINITE = float("inf")
 
 

@@ -99,6 +99,14 @@ WRONG_LISTS = (
         changed(1, head_linear(1, 0, "F32")),
         r"part 1 \(head_linear\): its heads have 128 values, a row 64",
     ),
+    (
+        changed(1, ("head_layer_norm", {"weight": values(1, 96), "eps": 1e-6, "heads": 3})),
+        r"part 1 \(head_layer_norm\): it reads up to value 96, but a row has 64",
+    ),
+    (
+        changed(1, ("head_layer_norm", {"weight": values(1, 64), "eps": 1e-6, "heads": 3})),
+        r"part 1 \(head_layer_norm\): weight must have equally many values for each head",
+    ),
     (changed(3, linear(2, 128, QKV)), "layer 1: it has no attention"),
     ([*plain_layer(), *changed(2)], r"part 13 \(attention\): a layer has one attention"),
     (changed(5, ADD, ADD), r"part 6 \(add\): it must not take the residual stream itself"),

@@ -66,7 +66,13 @@ def test_linear_of_few_tokens(subtests: pytest.Subtests) -> None:
                 assert bias is None or torch.equal(bias, kept)
 
 
-@given(SIZES, SIZES, st.sampled_from(("silu", "gelu", "gelu_tanh", "swiglu_oai")), SEEDS, DTYPES)
+@given(
+    SIZES,
+    SIZES,
+    st.sampled_from(("silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai")),
+    SEEDS,
+    DTYPES,
+)
 @settings(max_examples=30)
 def test_gated(tokens: int, width: int, name: str, seed: int, dtype: torch.dtype) -> None:
     fused = normal(seed, tokens, 2 * width, dtype=dtype) * 4
@@ -78,6 +84,7 @@ def test_gated(tokens: int, width: int, name: str, seed: int, dtype: torch.dtype
         "silu": x / (1 + torch.exp(-x)),
         "gelu": x * (1 + torch.erf(x / math.sqrt(2))) / 2,
         "gelu_tanh": x * (1 + torch.tanh(cubic)) / 2,
+        "relu2": x.clamp(min=0) ** 2,
     }
     if name == "swiglu_oai":
         x, y = x.clamp(max=7), up.double().clamp(-7, 7)

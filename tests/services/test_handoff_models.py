@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from builders.engine_kit import ask, run, tokens
-from builders.paged_runner import read_config
-from builders.tiny_models import ARCHITECTURES, MULTIMODAL, in_tiers, write_tiny
+from builders.tiny_models import (
+    ARCHITECTURES,
+    MULTIMODAL,
+    in_tiers,
+    transformers_class,
+    write_tiny,
+)
 from systems.handoff_pair import Pair, fresh
 
 from pdserve.engine.api import EngineConfig
@@ -49,7 +53,7 @@ def test_tokens_are_the_same_in_a_batch_and_after_a_handoff(arch: str, tmp_path:
     path = write_tiny(tmp_path / "model", arch, seed=4)
     requests = [fresh(ask("", p, max_tokens=COUNT, ignore_eos=True)) for p in PROMPTS]
     alone = [tokens(run(engine_of(path), one))[one.key, 0] for one in requests]
-    model_class = getattr(transformers, read_config(path)["architectures"][0])
+    model_class = transformers_class(path)
     model = model_class.from_pretrained(path, attn_implementation="eager").eval()
     for prompt, answer in zip(PROMPTS, alone, strict=True):
         assert len(answer) == COUNT

@@ -21,6 +21,15 @@ from pdserve.kernels.cpu import FORMATS, CpuKernels
 
 MAPPINGS_TEST = "tests/engine/checkpoints/test_gguf_checkpoint.py"
 ROWS, COLS = 64, 1024
+# Architectures whose GGUF files have the name of another one.
+SHARED_GGUF = {
+    "InternLM3ForCausalLM": "llama",
+    "Mistral3ForConditionalGeneration": "mistral3",
+    "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
+    "Olmo3ForCausalLM": "olmo2",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2vl",
+}
 HEAD = """\
 # Models and weight formats
 
@@ -35,8 +44,9 @@ Each architecture is tested with a tiny seeded model of unusual sizes
 ({MAPPINGS_TEST}). Its results are bitwise equal in chunks,
 in larger batches and with more threads (tests/engine/models/test_native_invariance.py).
 
-Models with another name load as the architecture of their files: Yi and DeepSeek-R1-Distill-Llama
-as Llama, QwQ and R1-Distill-Qwen as Qwen 2 (tests/engine/models/test_released_configs.py).
+Models with another name load as the architecture of their files: Yi, Falcon 3 and
+DeepSeek-R1-Distill-Llama as Llama, QwQ and R1-Distill-Qwen as Qwen 2
+(tests/engine/models/test_released_configs.py).
 """
 METHODS_TAIL = """
 The native kernels compute with the weights as they are stored. Two kinds of matrices are expanded
@@ -99,9 +109,8 @@ def _lines() -> Iterator[str]:
 def _architectures() -> Iterator[tuple[str, ...]]:
     for spec in known_specs():
         module = _module_of(spec)
-        gguf = f"`{spec.gguf.arch}`" if spec.gguf else ""
-        if "MixtralForCausalLM" in spec.architectures:
-            gguf = "`llama`"
+        arch = spec.gguf.arch if spec.gguf else SHARED_GGUF.get(spec.architectures[0])
+        gguf = f"`{arch}`" if arch else ""
         names = ", ".join(f"`{name}`" for name in spec.architectures)
         summary = _summary(spec.parse if spec.parse.__doc__ else module)
         summary = summary.removeprefix("Parse the config of ")

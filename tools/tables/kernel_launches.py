@@ -259,9 +259,11 @@ def layers() -> list[tuple[str, Callable[[], object]]]:
         label = f"sums of splits and norm of {size}"
         found.append((label, partial(add_norm, x, sums, weight, None, 1e-6)))
     pair = torch.zeros(4, 4096, dtype=BF16)
+    heads = partial(norm, pair, torch.zeros(4096), None, 1e-6, is_layer=True, heads=32)
+    found.append(("layer norm of 32 heads of 128", heads))
     sums = SplitSums(torch.zeros(SPLITS, 4, 4096), None, BF16)
     found.append(("gated silu of sums of splits", partial(gated, sums, "silu")))
-    for kind in ("silu", "gelu_tanh", "gelu", "swiglu_oai"):
+    for kind in ("silu", "gelu_tanh", "gelu", "relu2", "swiglu_oai"):
         found.append((f"gated {kind}", partial(gated, pair, kind)))
         if kind != "swiglu_oai":
             found.append((f"activated {kind}", partial(activated, pair, kind)))

@@ -9,6 +9,7 @@ from pdserve.engine.checkpoints.gguf.mapping import (
     expert_config,
     one_number,
     rope_scaling,
+    window_config,
 )
 from pdserve.engine.checkpoints.gguf.reader import shard_names
 from pdserve.engine.checkpoints.gguf.writer import quantize_gguf

@@ -320,7 +320,24 @@ def rope_scaling(
             # GGML multiplies attn_factor by yarn's magnitude; config.json holds the product.
             magnitude = 0.1 * math.log(scaling["factor"]) + 1.0
             scaling["attention_factor"] = magnitude * one_number(metadata, prefix + "attn_factor")
+        if prefix + "yarn_attn_factor" in metadata:  # as in config.json
+            scaling["attention_factor"] = one_number(metadata, prefix + "yarn_attn_factor")
     return scaling
+
+
+def window_config(metadata: Metadata) -> dict[str, Any]:
+    """Return config.json's fields of sliding windows: their size and, if the file names them, the
+    layers that have one; empty for a file without windows."""
+    prefix = f"{metadata['general.architecture']}.attention.sliding_window"
+    config: dict[str, Any] = {}
+    pattern = metadata.get(f"{prefix}_pattern")
+    if metadata.get(prefix):
+        config["sliding_window"] = metadata[prefix]
+        if isinstance(pattern, Sequence):
+            config["layer_types"] = [f"{'sliding' if has else 'full'}_attention" for has in pattern]
+        elif pattern is not None:
+            config["sliding_window_pattern"] = pattern
+    return config
 
 
 def _rotary_share(metadata: Metadata, config: dict[str, Any]) -> float:

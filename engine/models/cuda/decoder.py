@@ -211,9 +211,9 @@ class CudaDecoder:
         device_weights = DeviceWeights(
             _tied(weights) if config.tied_head else weights, dtype, device
         )
-        ropes = {layer.rope for layer in config.layers if layer.rope}
         setup = LaunchSetup(
-            device_weights, {rope: _rotation(rope, config.context_len, device) for rope in ropes}
+            device_weights,
+            {rope: _rotation(rope, config.context_len, device) for rope in config.ropes},
         )
         self._launches = [launch_of(part, setup) for part in fused_parts(config)]
         kv_launches = [

@@ -15,6 +15,7 @@ from pdserve.engine.models.parts import (
     Activate,
     Experts,
     Gate,
+    HeadLayerNorm,
     HeadLinear,
     Hold,
     LayerNorm,
@@ -60,6 +61,8 @@ def launch_of(part: Part, setup: LaunchSetup) -> Launch:
             return _add_norm(part, setup)
         case SliceNorm():
             return _slice_norm(part, setup)
+        case HeadLayerNorm():
+            return _head_layer_norm(part, setup)
         case Linear():
             return _mapped(weights.product(part.weights, part.biases))
         case SplitLinear():  # the next part accepts x or the sums of its splits
@@ -163,6 +166,20 @@ def _slice_norm(part: SliceNorm, setup: LaunchSetup) -> Launch:
     def launch(run: Run) -> None:
         columns = run.x[:, part.begin : part.begin + len(weight)]
         norm(columns, weight, None, part.eps, out=columns)
+
+    return launch
+
+
+def _head_layer_norm(part: HeadLayerNorm, setup: LaunchSetup) -> Launch:
+    """Return the launch that norms each head of q and of k in place."""
+    dim, vector = part.heads.dim, setup.weights.vector
+    q, k = (torch.cat([vector(spec) for spec in specs]) for specs in (part.q, part.k))
+
+    def launch(run: Run) -> None:
+        for begin, weight in ((0, q), (len(q), k)):
+            columns = run.x[:, begin : begin + len(weight)]
+            count = len(weight) // dim
+            norm(columns, weight, None, part.eps, is_layer=True, heads=count, out=columns)
 
     return launch
 

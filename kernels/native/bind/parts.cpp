@@ -160,6 +160,12 @@ const PartKind kKinds[] = {
        const int64_t begin = f.integer("begin", 0, int64_t{1} << 40);
        return part<HeadNormPart>(std::move(weight), eps, begin, f.integer("heads", 1, kMostHeads));
      }},
+    {HeadLayerNormPart::kKind,
+     [](Fields& f, const Stack&) {
+       auto weight = f.floats("weight");
+       const float eps = f.number("eps");
+       return part<HeadLayerNormPart>(std::move(weight), eps, f.integer("heads", 1, kMostHeads));
+     }},
     {RopePart::kKind,
      [](Fields& f, const Stack& stack) {
        const auto tables = static_cast<int64_t>(stack.ropes.size());
@@ -261,7 +267,9 @@ Activation activation_of(const std::string& name) {
   if (name == "silu") return Activation::kSilu;
   if (name == "gelu_tanh") return Activation::kGeluTanh;
   if (name == "gelu") return Activation::kGelu;
-  throw std::invalid_argument("activation must be silu, gelu_tanh or gelu, not '" + name + "'");
+  if (name == "relu2") return Activation::kRelu2;
+  throw std::invalid_argument("activation must be silu, gelu_tanh, gelu or relu2, not '" + name +
+                              "'");
 }
 
 Activation gating_of(const std::string& name) {

@@ -50,6 +50,10 @@ PDS_INLINE F activate(F x) {
     F cubic = fma(mul(x, x), mul(x, set1(0.044715f)), x);
     return times_sigmoid(x, mul(cubic, set1(1.5957691216f)));
   }
+  if (kind == Activation::kRelu2) {
+    F positive = max(zero(), x);  // returns the second operand if it is NaN
+    return mul(positive, positive);
+  }
   return mul(mul(x, set1(0.5f)), add(set1(1.0f), erf(mul(x, set1(0.70710678119f)))));
 }
 
@@ -76,6 +80,7 @@ static void gated(const float* gate, const float* up, Activation kind, int64_t c
     case Activation::kSilu: return gated_by<Activation::kSilu>(gate, up, cols, y);
     case Activation::kGeluTanh: return gated_by<Activation::kGeluTanh>(gate, up, cols, y);
     case Activation::kGelu: return gated_by<Activation::kGelu>(gate, up, cols, y);
+    case Activation::kRelu2: return gated_by<Activation::kRelu2>(gate, up, cols, y);
     case Activation::kSwigluOai: return swiglu_oai(gate, up, cols, y);
   }
 }
@@ -92,6 +97,7 @@ static void activated(const float* x, Activation kind, int64_t cols, float* y) {
     case Activation::kSilu: return activated_by<Activation::kSilu>(x, cols, y);
     case Activation::kGeluTanh: return activated_by<Activation::kGeluTanh>(x, cols, y);
     case Activation::kGelu: return activated_by<Activation::kGelu>(x, cols, y);
+    case Activation::kRelu2: return activated_by<Activation::kRelu2>(x, cols, y);
     case Activation::kSwigluOai: break;  // not a function of one value
   }
 }

@@ -108,6 +108,22 @@ void HeadNormPart::row(const Step& step, const Rows&, int64_t, const float*, flo
   }
 }
 
+int64_t HeadLayerNormPart::fit(int64_t inputs) {
+  const auto size = static_cast<int64_t>(weight_.size());
+  require(size % heads_ == 0, "weight must have equally many values for each head");
+  require(size <= inputs, "it reads up to value " + std::to_string(size) + ", but a row has " +
+                              std::to_string(inputs));
+  return inputs;
+}
+
+void HeadLayerNormPart::row(const Step& step, const Rows&, int64_t, const float*, float* y) const {
+  const int64_t size = static_cast<int64_t>(weight_.size()) / heads_;
+  for (int64_t head = 0; head < heads_; ++head) {
+    float* at = y + head * size;
+    step.kernels.layer_norm(at, weight_.data() + head * size, nullptr, eps_, size, at);
+  }
+}
+
 int64_t RopePart::fit(int64_t inputs) {
   const int64_t end = begin_ + heads_ * head_dim_;
   require(end <= inputs, "it reads up to value " + std::to_string(end) + ", but a row has " +

@@ -96,6 +96,25 @@ class HeadNormPart : public Part {
   int64_t begin_, heads_;
 };
 
+// Layer norm, without bias, of each of the first `heads` heads of a row, with a weight for each.
+class HeadLayerNormPart : public Part {
+ public:
+  static constexpr const char* kKind = "head_layer_norm";
+  HeadLayerNormPart(std::vector<float> weight, float eps, int64_t heads)
+      : weight_(std::move(weight)), eps_(eps), heads_(heads) {}
+
+  const char* kind() const override { return kKind; }
+  Writes writes() const override { return Writes::kInput; }
+  int64_t fit(int64_t inputs) override;
+  void row(const Step& step, const Rows& rows, int64_t row, const float* x,
+           float* y) const override;
+
+ private:
+  std::vector<float> weight_;  // [heads, head_dim]
+  float eps_;
+  int64_t heads_;
+};
+
 struct RopeTable {
   int64_t half = 0;         // pairs that rotate
   std::vector<float> cos;   // [positions, half]

@@ -10,7 +10,8 @@
 
 namespace pdserve {
 
-enum class Activation : int { kSilu, kGeluTanh, kGelu, kSwigluOai };  // the last is for gates only
+// The last is for gates only.
+enum class Activation : int { kSilu, kGeluTanh, kGelu, kRelu2, kSwigluOai };
 
 struct Kernels {
   const char* isa;

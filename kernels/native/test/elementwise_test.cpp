@@ -29,7 +29,7 @@ struct Rows {
 Guarded<float> apply(const Kernels& kernels, const Rows& in) {
   const int64_t cols = in.a.size();
   const float *a = in.a.data(), *b = in.b.data(), *c = in.c.data();
-  Guarded<float> out(13 * cols);
+  Guarded<float> out(14 * cols);
   float* y = out.data();
   kernels.rms_norm(a, nullptr, c, 1e-5f, cols, nullptr, y);
   kernels.rms_norm(a, b, c, 1e-5f, cols, y + cols, y + 2 * cols);
@@ -44,6 +44,7 @@ Guarded<float> apply(const Kernels& kernels, const Rows& in) {
   kernels.layer_norm(a, c, nullptr, 1e-5f, cols, y + 10 * cols);
   kernels.activated(a, Activation::kGeluTanh, cols, y + 11 * cols);
   kernels.gated(a, b, Activation::kSwigluOai, cols, y + 12 * cols);
+  kernels.activated(a, Activation::kRelu2, cols, y + 13 * cols);
   return out;
 }
 
@@ -73,8 +74,9 @@ void check_formulas(const Rows& in, const Guarded<float>& out) {
                            (a - mean) / std::sqrt(variance + 1e-5) * c + b,
                            (a - mean) / std::sqrt(variance + 1e-5) * c,
                            tanh_gelu,
-                           glu * (std::clamp(b, -7.0, 7.0) + 1)};
-    for (int k = 0; k < 13; ++k) {
+                           glu * (std::clamp(b, -7.0, 7.0) + 1),
+                           a > 0 ? a * a : 0};
+    for (int k = 0; k < 14; ++k) {
       float got = out[k * cols + i];
       CHECK(std::fabs(got - want[k]) <= 2e-5 * (1 + std::fabs(want[k])),
             "operation %d of %a, %a: %g, not %g", k, a, b, got, want[k]);

@@ -1,15 +1,18 @@
 """GGUF files written by the gguf package hold the same model as the directory they are made
 from."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import pytest
+import torch
 from builders.tiny_models import ARCHITECTURES, add_mtp, write_tiny
 from builders.viewed import assert_same_tensors
 from builders.write_gguf import write_gguf
+from safetensors.torch import load_file, save_file
 
 from pdserve.engine.api import EngineConfig
 from pdserve.engine.architectures import parse_config
@@ -25,6 +28,11 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 20},
     "gemma3": {"query_pre_attn_scalar": 20},
     "smollm3": {"no_rope_layer_interval": 4},
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{arch: (arch, OWN.get(arch, {})) for arch in ARCHITECTURES},
+    "stablelm-head-norms": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
+    "cohere-head-norms": ("cohere", {"use_qk_norm": True}),
 }
 ROPE: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
@@ -44,15 +52,15 @@ def config_of(path: Path) -> ModelConfig:
 def test_same_config_and_tensors(
     subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    for arch in ARCHITECTURES:
-        with subtests.test(arch):
+    for variant, (arch, own) in VARIANTS.items():
+        with subtests.test(variant):
             tmp_path = tmp_path_factory.mktemp("case")
-            folder = write_tiny(tmp_path / "hf", arch, **OWN.get(arch, {}))
+            folder = write_tiny(tmp_path / "hf", arch, **own)
             scores = {"deepseek2.expert_gating_func": 2} if arch == "glm4_moe_lite" else {}
             gguf = write_gguf(folder, tmp_path / "model.gguf", **scores)
             assert_same_tensors(gguf, folder)
             got, expected = config_of(gguf), config_of(folder)
-            if arch == "mistral":  # written as llama, without a window
+            if arch in ("mistral", "ministral", "internlm3"):  # written as llama, without windows
                 assert got.architecture == "LlamaForCausalLM"
                 continue
             if arch == "glm4_moe_lite":  # written as DeepSeek
@@ -62,6 +70,47 @@ def test_same_config_and_tensors(
             for field in ModelConfig.__dataclass_fields__:
                 if field != "norm_eps":
                     assert getattr(got, field) == getattr(expected, field), field
+
+
+def test_names_that_two_models_share(
+    subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A file of a Mistral Small 3 says mistral3 like that of a Ministral 3, without windows and
+    scaled queries; those of Qwen with vision have the tensors of the text model alone."""
+    sections = {"rope.dimension_sections": [2, 3, 3, 0]}
+    for inner, arch, name, keys in (
+        ("llama", "mistral3", "LlamaForCausalLM", {}),
+        ("qwen2", "qwen2vl", "Qwen2VLForConditionalGeneration", sections),
+        (
+            "qwen3",
+            "qwen3vl",
+            "Qwen3VLForConditionalGeneration",
+            {**sections, "n_deepstack_layers": 1},
+        ),
+    ):
+        with subtests.test(arch):
+            tmp_path = tmp_path_factory.mktemp("case")
+            folder = write_tiny(tmp_path / "hf", inner)
+            metadata = {f"{arch}.{key}": value for key, value in keys.items()}
+            gguf = write_gguf(folder, tmp_path / "m.gguf", arch=arch, **metadata)
+            got, expected = config_of(gguf), config_of(folder)
+            assert got.architecture == name
+            assert got.layers == expected.layers
+            assert (got.qk_norm, got.qkv_bias) == (expected.qk_norm, expected.qkv_bias)
+            assert_same_tensors(gguf, folder)
+
+
+def test_q_k_and_v_of_chatglm_may_be_fused(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "glm")
+    shutil.copytree(folder, tmp_path / "fused")
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".q_proj." in name]:
+        parts = [tensors.pop(name.replace("q_proj", f"{x}_proj")) for x in "qkv"]
+        tensors[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
+    save_file(tensors, tmp_path / "fused/model.safetensors")
+    gguf = write_gguf(tmp_path / "fused", tmp_path / "m.gguf")
+    assert "model.layers.0.self_attn.qkv_proj.weight" in open_checkpoint(gguf).names()
+    assert_same_tensors(gguf, folder)
 
 
 def test_stored_blocks_with_permuted_rows(
@@ -328,7 +377,7 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     gguf.write_bytes(data)
     with pytest.raises(
         CheckpointError,
-        match=r"architecture 'mamba'; known architectures: deepseek2, gemma, gemma2",
+        match=r"architecture 'mamba'; known architectures: arcee, chatglm, cohere2",
     ):
         open_checkpoint(gguf)
 

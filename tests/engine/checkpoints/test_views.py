@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from builders.tiny_models import write_tiny
+from builders.viewed import assert_same_tensors
 from builders.write_gguf import write_gguf
 from safetensors.torch import load_file, save_file
 
@@ -124,3 +125,14 @@ def test_layers_after_the_last_one_of_the_model(arch: str, tmp_path: Path) -> No
             load(path)
     else:
         assert load(path).decoder.config.num_layers == 3
+
+
+def test_checkpoints_of_gpt_neox(tmp_path: Path) -> None:
+    """The head has one of two names, and older checkpoints store masks and frequencies."""
+    plain, other = (write_tiny(tmp_path / name, "gpt_neox") for name in ("plain", "other"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("embed_out.weight")
+    for name in ("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"):
+        tensors[f"gpt_neox.layers.1.{name}"] = torch.ones(3)
+    save_file(tensors, other / "model.safetensors")
+    assert_same_tensors(other, plain)

@@ -5,9 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from builders.paged_runner import PagedRunner, load_decoder, read_config
-from builders.tiny_models import ARCHITECTURES, MULTIMODAL, in_tiers, write_tiny
+from builders.paged_runner import PagedRunner, load_decoder
+from builders.tiny_models import (
+    ARCHITECTURES,
+    MULTIMODAL,
+    in_tiers,
+    transformers_class,
+    write_tiny,
+)
 from torch import Tensor
 
 KERNELS = ("reference", "native")
@@ -55,6 +60,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-dim-80": ("qwen3", {"head_dim": 80, "vocab_size": 1003}),
     "granite-dim-112": ("granite", {"head_dim": 112, "tie_word_embeddings": True}),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
+    "stablelm-head-norms": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
+    "cohere-head-norms": ("cohere", {"use_qk_norm": True, "attention_bias": True}),
+    "exaone4-no-window": (
+        "exaone4",
+        {"layer_types": ["full_attention"] * 3, "sliding_window": None},
+    ),
+    "hunyuan-alpha": (
+        "hunyuan_v1_dense",
+        {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 1e4,
+                "factor": 1.0,
+                "alpha": 50.0,
+            }
+        },
+    ),
+    "olmo3-yarn": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 5e5, **YARN},
+                "sliding_attention": {"rope_theta": 5e5, "rope_type": "default"},
+            }
+        },
+    ),
+    "gpt_neox-in-turn": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "phi-tied": ("phi", {"tie_word_embeddings": True}),
     "phi3-no-window": ("phi3", {"sliding_window": None}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
@@ -123,7 +155,7 @@ LENS = {name: sum(step.get(name, 0) for step in SCHEDULE) for name in "abc"}
 
 
 def reference(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    model_class = getattr(transformers, read_config(path)["architectures"][0])
+    model_class = transformers_class(path)
     return model_class.from_pretrained(path, attn_implementation="eager", dtype=dtype).eval()
 
 

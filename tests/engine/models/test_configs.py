@@ -11,6 +11,7 @@ from transformers import GptOssConfig
 
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.models import UnsupportedModel
+from pdserve.engine.models.rope import RopeConfig
 
 YARN = {
     "rope_theta": 5e5,
@@ -24,6 +25,7 @@ YARN = {
 def configs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("models")
     archs = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "mixtral", "glm4_moe")
+    archs += ("olmo3", "ministral3", "exaone4", "cohere2", "hunyuan_v1_dense", "internlm3")
     return {arch: read_config(write_tiny(folder / arch, arch)) for arch in archs}
 
 
@@ -105,6 +107,32 @@ def test_absent_keys_get_the_defaults_of_their_architecture(
     )
 
 
+def test_older_forms_of_window_and_rope_have_the_same_meaning(
+    configs: Mapping[str, dict[str, Any]],
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    nested = {"full_attention": {"rope_theta": 7e4, **yarn}}
+    nested["sliding_attention"] = {"rope_theta": 7e4, "rope_type": "default"}
+    new = without(configs["olmo3"], rope_parameters=nested)
+    fields = ("rope_parameters", "layer_types", "rms_norm_eps")
+    old = without(configs["olmo3"], *fields, rope_theta=7e4, rope_scaling=yarn)
+    assert parse_config(old) == parse_config(new)
+    assert [layer.rope.kind for layer in parse_config(old).layers] == ["default"] * 3 + ["yarn"]
+    pattern = without(configs["cohere2"], "layer_types", sliding_window_pattern=2)
+    layers = [(layer.window, layer.rope is None) for layer in parse_config(pattern).layers]
+    assert layers == [(11, False), (0, True)] * 2
+    pattern = without(configs["exaone4"], "layer_types", sliding_window_pattern=3)
+    layers = [(layer.window, layer.rope is None) for layer in parse_config(pattern).layers]
+    assert layers == [(11, False), (11, False), (0, True)]
+    scaling = {"type": "dynamic", "alpha": 50.0, "factor": 1.0}
+    fields = {"rope_theta": 3e4, "rope_scaling": scaling}
+    hunyuan = parse_config(without(configs["hunyuan_v1_dense"], "rope_parameters", **fields))
+    assert hunyuan.layers[0].rope == RopeConfig(3e4 * 50.0 ** (20 / 18), 20)
+    bias = without(configs["internlm3"], "attention_bias", "mlp_bias", qkv_bias=True, bias=False)
+    internlm = parse_config(bias)
+    assert (internlm.qkv_bias, internlm.o_bias, internlm.ffn_bias) == (True, False, False)
+
+
 def test_layers_with_the_same_window_share_a_group(configs: Mapping[str, dict[str, Any]]) -> None:
     groups = parse_config(configs["gemma3"]).kv_groups("bfloat16")
     assert [(group.kind, group.window, group.layers) for group in groups] == [
@@ -182,7 +210,27 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "factors", "factors": [1.0]}},
         "expected 6 numbers",
     ),
-    "activation": ("llama", {"hidden_act": "relu2"}, "'relu2' is not supported; supported: silu"),
+    "scaled queries without yarn": (
+        "ministral3",
+        {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+        "llama_4_scaling_beta=0.1: expected yarn over all 20 dims of a head, not default",
+    ),
+    "scaled queries that are no number": (
+        "ministral3",
+        {"rope_parameters": {**YARN, "llama_4_scaling_beta": "x"}},
+        "llama_4_scaling_beta='x': expected a finite number",
+    ),
+    "a pattern of windows in letters alone": (
+        "exaone4",
+        {"layer_types": None, "sliding_window_pattern": "LLLG"},
+        "sliding_window_pattern='LLLG': expected an integer",
+    ),
+    "alpha of rope": (
+        "hunyuan_v1_dense",
+        {"rope_parameters": {"rope_type": "dynamic", "alpha": 1e300}},
+        r"alpha=1e\+300: expected at most 1e\+06",
+    ),
+    "activation": ("llama", {"hidden_act": "relu"}, "'relu' is not supported; supported: silu"),
     "heads": ("llama", {"num_attention_heads": 7}, "7 heads are not a multiple of 2"),
     "size": ("llama", {"hidden_size": "48"}, "hidden_size='48'"),
     "negative": ("llama", {"vocab_size": -3}, "vocab_size=-3"),

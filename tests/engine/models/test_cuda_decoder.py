@@ -34,6 +34,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{arch: (arch, sizes(arch)) for arch in ARCHITECTURES},
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
     "qwen3-dim-80": ("qwen3", {"head_dim": 80, "tie_word_embeddings": True}),
+    "cohere-head-norms": ("cohere", {"use_qk_norm": True, "head_dim": 16}),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
     "deepseek_v2-q-rank": (
         "deepseek_v2",

@@ -211,6 +211,19 @@ GLM_47_FLASH = {
     "vocab_size": 154880,
 }
 
+FALCON3 = {
+    **YI,
+    "head_dim": 256,
+    "hidden_size": 3072,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 32768,
+    "mlp_bias": False,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 22,
+    "rope_theta": 1000042,
+    "vocab_size": 131072,
+}
+
 
 def shapes(config: ModelConfig) -> tuple[int, ...]:
     return config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
@@ -220,6 +233,7 @@ def shapes(config: ModelConfig) -> tuple[int, ...]:
     ("released", "sizes", "rope", "has_bias"),
     [
         (YI, (32, 32, 4, 128), RopeConfig(5e6, 128), False),
+        (FALCON3, (22, 12, 4, 256), RopeConfig(1000042.0, 256), False),
         (QWQ, (64, 40, 8, 128), RopeConfig(1e6, 128), True),
         (R1_QWEN, (28, 12, 2, 128), RopeConfig(1e4, 128), True),
         (
@@ -229,7 +243,7 @@ def shapes(config: ModelConfig) -> tuple[int, ...]:
             False,
         ),
     ],
-    ids=["Yi 1.5 6B", "QwQ 32B", "R1 Distill Qwen 1.5B", "R1 Distill Llama 8B"],
+    ids=["Yi 1.5 6B", "Falcon 3 3B", "QwQ 32B", "R1 Distill Qwen 1.5B", "R1 Distill Llama 8B"],
 )
 def test_models_that_use_the_name_of_another_architecture(
     released: dict[str, Any], sizes: tuple[int, ...], rope: RopeConfig, has_bias: bool

@@ -15,10 +15,13 @@ from pdserve.engine.models import UnsupportedModel
 
 def newer(name: str) -> str:
     """Return the name that transformers uses since 4.52."""
+    if name.startswith(("model.language_model.", "model.visual.", "lm_head.")):
+        return name
     if name.startswith("language_model.lm_head."):
         return name.removeprefix("language_model.")
-    if name.startswith("language_model.model."):
-        return name.replace("language_model.model.", "model.language_model.", 1)
+    for older in ("language_model.model.", "model."):
+        if name.startswith(older):
+            return name.replace(older, "model.language_model.", 1)
     return f"model.{name}"
 
 
@@ -28,15 +31,31 @@ def test_newer_names_give_the_same_model(arch: str, tmp_path: Path) -> None:
     tokens = {"x": list(range(5, 60))}
     older = PagedRunner(load_decoder(path)).step(tokens)["x"]
     stored = load_file(path / "model.safetensors")
-    assert all(name.startswith(("language_model.", "vision_", "multi_modal_")) for name in stored)
-    save_file({newer(name): held for name, held in stored.items()}, path / "model.safetensors")
+    renamed = {newer(name): held for name, held in stored.items()}
+    has_older_names = arch != "qwen3_vl"
+    assert (renamed.keys() != stored.keys()) == has_older_names
+    save_file(renamed, path / "model.safetensors")
     assert torch.equal(PagedRunner(load_decoder(path)).step(tokens)["x"], older)
+
+
+def test_first_releases_of_qwen_have_the_fields_of_the_text_model_outside(tmp_path: Path) -> None:
+    config = read_config(write_tiny(tmp_path, "qwen2_5_vl"))
+    text = dict(config["text_config"])
+    del text["model_type"], text["rope_parameters"]
+    scaling = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    flat = {**text, "rope_scaling": scaling, "rope_theta": 1e4, "vision_config": {}}
+    flat |= {key: config[key] for key in ("architectures", "tie_word_embeddings")}
+    assert parse_config(flat) == parse_config(config)
+    gemma = {"architectures": ["Gemma3ForConditionalGeneration"]}
+    with pytest.raises(UnsupportedModel, match=r"text model of Gemma3ForConditional.* is None"):
+        parse_config(gemma)
 
 
 def test_an_unsupported_text_model_is_refused_by_name(tmp_path: Path) -> None:
     config = read_config(write_tiny(tmp_path, "mistral3"))
-    config["text_config"]["model_type"] = "ministral3"
-    with pytest.raises(UnsupportedModel, match=r"text model of Mistral3.* is 'ministral3'"):
+    config["text_config"]["model_type"] = "mistral4"
+    expected = r"text model of Mistral3.* is 'mistral4': expected mistral or ministral3"
+    with pytest.raises(UnsupportedModel, match=expected):
         parse_config(config)
     with pytest.raises(UnsupportedModel, match="text_config=7: expected a table"):
         parse_config(config | {"text_config": 7})

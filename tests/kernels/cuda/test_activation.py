@@ -16,7 +16,7 @@ DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
 
 @pytest.mark.parametrize(("dtype", "most"), DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu", "swiglu_oai"])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu", "relu2", "swiglu_oai"])
 def test_activation(shape: tuple[int, int], dtype: torch.dtype, most: float, kind: str) -> None:
     tokens, size = shape
     draw = torch.Generator().manual_seed(tokens * size)

@@ -45,6 +45,18 @@ def test_norm(shape: tuple[int, int], dtype: torch.dtype, most: float, kind: str
 
 
 @pytest.mark.parametrize(("dtype", "most"), DTYPES)
+@pytest.mark.parametrize(("heads", "dim"), [(1, 16), (3, 20), (5, 64)])
+def test_norm_of_heads(heads: int, dim: int, dtype: torch.dtype, most: float) -> None:
+    x, weight = drawn(1, 4, heads * dim + 7, dtype=dtype) * 3 + 1, drawn(2, heads, dim)
+    columns = x[:, : heads * dim]
+    expected = formula(columns.reshape(4, heads, dim), weight, None, 1e-3, True).flatten(1)
+    rest = x[:, heads * dim :].clone()
+    norm(columns, weight.flatten(), None, 1e-3, is_layer=True, heads=heads, out=columns)
+    assert error(columns, expected) <= most
+    assert torch.equal(x[:, heads * dim :], rest)
+
+
+@pytest.mark.parametrize(("dtype", "most"), DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_held", [False, True])
 def test_add_norm(shape: tuple[int, int], dtype: torch.dtype, most: float, has_held: bool) -> None:

@@ -28,6 +28,7 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
+SOME_WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 _OWN: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12},
     "qwen2": {"tie_word_embeddings": True},
@@ -52,6 +53,34 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 3},
     "olmo2": {"head_dim": 16},
+    "olmo3": {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 11},
+    "ministral": {"layer_types": SOME_WINDOWS, "sliding_window": 11},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 32.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.25,
+        }
+    },
+    "glm": {"head_dim": 24},
+    "ernie4_5": {"use_bias": True, "tie_word_embeddings": True},
+    "internlm3": {"attention_bias": True, "mlp_bias": True},
+    "exaone4": {"head_dim": 16, "layer_types": SOME_WINDOWS, "sliding_window": 11},
+    "hunyuan_v1_dense": {},
+    "cohere": {"head_dim": 16, "logit_scale": 0.75, "tie_word_embeddings": True},
+    "cohere2": {
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "sliding_window": 11,
+        "logit_scale": 0.75,
+        "tie_word_embeddings": True,
+    },
+    "arcee": {},
+    "gpt_neox": {"head_dim": 32, "hidden_size": 96, "num_key_value_heads": 3},
     "granite": {
         "head_dim": 16,
         "embedding_multiplier": 3.0,
@@ -62,7 +91,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 24},
     "seed_oss": {"attention_out_bias": True},
     "starcoder2": {"head_dim": 16, "num_attention_heads": 3, "sliding_window": 11},
-    "arcee": {"hidden_act": "relu2"},
+    "apertus": {},
     "mixtral": {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen2_moe": {
         "head_dim": 16,
@@ -159,35 +188,50 @@ _OWN: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+# How the names of transformers' config and model class begin. Only the classes in use are loaded,
+# because that takes long.
 _CLASSES = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-    "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
-    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
-    "phi": (transformers.PhiConfig, transformers.PhiForCausalLM),
-    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
-    "stablelm": (transformers.StableLmConfig, transformers.StableLmForCausalLM),
-    "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
-    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
-    "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
-    "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
-    "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
-    "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
-    "arcee": (transformers.ArceeConfig, transformers.ArceeForCausalLM),
-    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
-    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
-    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
-    "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
-    "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
-    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
-    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
-    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
-    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
-    "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "llama": ("Llama", "Llama"),
+    "qwen2": ("Qwen2", "Qwen2"),
+    "qwen3": ("Qwen3", "Qwen3"),
+    "mistral": ("Mistral", "Mistral"),
+    "gemma": ("Gemma", "Gemma"),
+    "gemma2": ("Gemma2", "Gemma2"),
+    "phi": ("Phi", "Phi"),
+    "phi3": ("Phi3", "Phi3"),
+    "stablelm": ("StableLm", "StableLm"),
+    "smollm3": ("SmolLM3", "SmolLM3"),
+    "olmo2": ("Olmo2", "Olmo2"),
+    "olmo3": ("Olmo3", "Olmo3"),
+    "ministral": ("Ministral", "Ministral"),
+    "ministral3": ("Ministral3", "Ministral3"),
+    "glm": ("Glm", "Glm"),
+    "ernie4_5": ("Ernie4_5", "Ernie4_5"),
+    "internlm3": ("InternLM3", "Llama"),
+    "exaone4": ("Exaone4", "Exaone4"),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", "HunYuanDenseV1"),
+    "cohere": ("Cohere", "Cohere"),
+    "cohere2": ("Cohere2", "Cohere2"),
+    "granite": ("Granite", "Granite"),
+    "glm4": ("Glm4", "Glm4"),
+    "seed_oss": ("SeedOss", "SeedOss"),
+    "starcoder2": ("Starcoder2", "Starcoder2"),
+    "arcee": ("Arcee", "Arcee"),
+    "gpt_neox": ("GPTNeoX", "GPTNeoX"),
+    "apertus": ("Apertus", "Apertus"),
+    "mixtral": ("Mixtral", "Mixtral"),
+    "qwen2_moe": ("Qwen2Moe", "Qwen2Moe"),
+    "qwen3_moe": ("Qwen3Moe", "Qwen3Moe"),
+    "glm4_moe": ("Glm4Moe", "Glm4Moe"),
+    "minimax_m2": ("MiniMaxM2", "MiniMaxM2"),
+    "deepseek_v2": ("DeepseekV2", "DeepseekV2"),
+    "deepseek_v3": ("DeepseekV3", "DeepseekV3"),
+    "glm4_moe_lite": ("Glm4MoeLite", "Glm4MoeLite"),
+    "gpt_oss": ("GptOss", "GptOss"),
+    "gemma3": ("Gemma3Text", "Gemma3"),
 }
-ADDED = ("arcee", "starcoder2")  # by tests, from outside
+_NAMES = {"internlm3": "InternLM3ForCausalLM"}  # of releases, without a class in transformers
+ADDED = ("apertus", "starcoder2")  # by tests, from outside
 ARCHITECTURES = tuple(arch for arch in _OWN if arch not in ADDED)
 
 # Differences in attention, experts and cache: windows, soft caps, experts, latents, sinks.
@@ -205,22 +249,6 @@ def in_tiers(names: Iterable[str]) -> list[Any]:
     ]
 
 
-# Text models inside multimodal ones: (the text model, its type, the model around it).
-_INSIDE = {
-    "gemma3_multimodal": (
-        "gemma3",
-        "gemma3_text",
-        transformers.Gemma3Config,
-        transformers.Gemma3ForConditionalGeneration,
-    ),
-    "mistral3": (
-        "mistral",
-        "mistral",
-        transformers.Mistral3Config,
-        transformers.Mistral3ForConditionalGeneration,
-    ),
-}
-MULTIMODAL = tuple(_INSIDE)
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -230,6 +258,68 @@ _VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+_QWEN_VISION = {
+    "depth": 1,
+    "embed_dim": 16,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [],
+    "num_position_embeddings": 16,
+}
+_QWEN_TEXT = {
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+}
+# Text models inside multimodal ones: (the text model, its type, its own fields, the model around
+# it, the fields of that model's vision tower).
+_INSIDE: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
+    "gemma3_multimodal": (
+        "gemma3",
+        "gemma3_text",
+        {},
+        "Gemma3",
+        _VISION,
+    ),
+    "mistral3": (
+        "mistral",
+        "mistral",
+        {},
+        "Mistral3",
+        _VISION,
+    ),
+    "ministral3_multimodal": (
+        "ministral3",
+        "ministral3",
+        {},
+        "Mistral3",
+        _VISION,
+    ),
+    "qwen2_vl": (
+        "qwen2",
+        "qwen2_vl_text",
+        _QWEN_TEXT,
+        "Qwen2VL",
+        _QWEN_VISION | {"hidden_size": 48},
+    ),
+    "qwen2_5_vl": (
+        "qwen2",
+        "qwen2_5_vl_text",
+        _QWEN_TEXT,
+        "Qwen2_5_VL",
+        _QWEN_VISION,
+    ),
+    "qwen3_vl": (
+        "qwen3",
+        "qwen3_vl_text",
+        _QWEN_TEXT,
+        "Qwen3VL",
+        _QWEN_VISION,
+    ),
+}
+MULTIMODAL = tuple(_INSIDE)
 
 
 def write_tiny(
@@ -247,18 +337,22 @@ def write_tiny(
     `max_shard_size` ("20KB") splits the safetensors. The same arguments give the same bytes.
     """
     if arch in _INSIDE:
-        inner, kind, config_class, model_class = _INSIDE[arch]
-        text = {**_COMMON, **_OWN[inner], **overrides, "model_type": kind}
+        inner, kind, own, classes, vision = _INSIDE[arch]
+        config_class = getattr(transformers, f"{classes}Config")
+        model_class = getattr(transformers, f"{classes}ForConditionalGeneration")
+        text = {**_COMMON, **_OWN[inner], **own, **overrides, "model_type": kind}
         tied = text["tie_word_embeddings"]
-        vision = config_class().vision_config.model_type
+        vision_type = config_class().vision_config.model_type
         config = config_class(
             text_config=text,
-            vision_config={**_VISION, "model_type": vision},
+            vision_config={**vision, "model_type": vision_type},
             tie_word_embeddings=tied,
         )
     else:
-        config_class, model_class = _CLASSES[arch]
+        config_name, model_name = _CLASSES[arch]
+        config_class = getattr(transformers, f"{config_name}Config")
         config = config_class(**{**_COMMON, **_OWN[arch], **overrides})
+        model_class = getattr(transformers, f"{model_name}ForCausalLM")
     model = model_class(config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
@@ -274,10 +368,19 @@ def write_tiny(
     model.tie_weights()
     path.mkdir(parents=True, exist_ok=True)
     model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
+    if arch in _NAMES:
+        saved = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(saved | {"architectures": [_NAMES[arch]]}))
     write_tokenizer(path, config.get_text_config().vocab_size)
     generation = {"bos_token_id": 256, "eos_token_id": [258], "do_sample": False}
     (path / "generation_config.json").write_text(json.dumps(generation))
     return path
+
+
+def transformers_class(path: Path) -> Any:
+    """Return the class of transformers that loads the model in folder `path`."""
+    (name,) = json.loads((path / "config.json").read_text())["architectures"]
+    return getattr(transformers, name, None) or transformers.AutoModelForCausalLM
 
 
 def add_mtp(path: Path) -> None:

@@ -32,6 +32,18 @@ ARCHS = {
     "StableLmForCausalLM": "stablelm",
     "SmolLM3ForCausalLM": "smollm3",
     "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo2",
+    "MinistralForCausalLM": "llama",
+    "Ministral3ForCausalLM": "mistral3",
+    "GlmForCausalLM": "chatglm",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "InternLM3ForCausalLM": "llama",
+    "Exaone4ForCausalLM": "exaone4",
+    "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
+    "CohereForCausalLM": "command-r",
+    "Cohere2ForCausalLM": "cohere2",
+    "ArceeForCausalLM": "arcee",
+    "GPTNeoXForCausalLM": "gptneox",
     "GraniteForCausalLM": "granite",
     "Glm4ForCausalLM": "glm4",
     "SeedOssForCausalLM": "seed_oss",
@@ -48,19 +60,23 @@ ARCHS = {
 # For these the converter writes that scores are sigmoids: it knows it of GLM 4.5, and the configs
 # of the other two state it. The config of GLM 4.7 Flash does not.
 SIGMOID = ("Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "DeepseekV3ForCausalLM")
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# For these the converter writes which layers have a window.
+WINDOW_PATTERNS = ("Gemma3ForCausalLM", "Olmo3ForCausalLM", "Exaone4ForCausalLM")
+LAYER = re.compile(r"(?:model|gpt_neox)\.layers\.(\d+)\.")
 MTP = re.compile(
     r"model\.layers\.(\d+)\."
     r"(eh_proj|embed_tokens|enorm|hnorm|shared_head\.head|shared_head\.norm)\.weight"
 )
 EXPERT = re.compile(r"(model\.layers\.\d+\.)\w+\.experts\.(\d+)\.(\w+)\.weight")
+HEAD_NORM = re.compile(r"(model\.layers\.\d+\.self_attn\.[qk]_layernorm)\.norms\.(\d+)\.weight")
 GPT_OSS = re.compile(
     r"(model\.layers\.\d+\.)(mlp\.experts\.gate_up_proj|mlp\.experts\.down_proj|self_attn\.sinks)(_bias|)"
 )
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 # The converter permutes q and k of PERMUTED for rope over neighbours, and adds one to the norms of
 # NORMS_PLUS_ONE.
-PERMUTED, NORMS_PLUS_ONE = {"llama", "smollm3", "granite"}, {"gemma", "gemma2", "gemma3"}
+PERMUTED = {"llama", "smollm3", "granite", "mistral3", "arcee"}
+NORMS_PLUS_ONE = {"gemma", "gemma2", "gemma3"}
 NORMAL, CONTROL = 1, 3  # token types
 
 
@@ -72,7 +88,8 @@ def write_gguf(
     max_tensors_per_part: int = 0,
     rounded: Path | None = None,
     absorbed: bool = True,
-    **metadata: str | int | float | bool,
+    arch: str = "",
+    **metadata: Any,
 ) -> Path:
     """Write the model in folder `source` as GGUF `target` and return it (the first part).
 
@@ -80,13 +97,14 @@ def write_gguf(
     a type that gguf cannot quantize to (Q4_K, IQ...) gets random blocks. `rounded` names a new
     folder that gets the model as the file holds it, in float32 safetensors: a reader of the GGUF
     must equal it. Latent attention that is not `absorbed` is written as in files of before
-    2025-04. `metadata` adds keys; "tokenizer.ggml.pre" replaces the default one.
+    2025-04. `arch` replaces the name of the architecture. `metadata` adds keys;
+    "tokenizer.ggml.pre" replaces the default one.
     """
     config = json.loads((source / "config.json").read_text())
     stored: dict[str, torch.Tensor] = {}
     for file in sorted(source.glob("*.safetensors")):
         stored |= load_file(file)
-    arch = ARCHS[config["architectures"][0]]
+    arch = arch or ARCHS[config["architectures"][0]]
     writer = gguf.GGUFWriter(target, arch, split_max_tensors=max_tensors_per_part)
     num_layers = 1 + max(int(found[1]) for found in map(LAYER.match, stored) if found)
     _write_config(writer, config, absorbed, num_layers)
@@ -138,6 +156,7 @@ def _write_config(
         "embedding_multiplier": writer.add_embedding_scale,
         "residual_multiplier": writer.add_residual_scale,
         "logits_scaling": writer.add_logit_scale,
+        "logit_scale": writer.add_logit_scale,
         "use_parallel_residual": writer.add_parallel_residual,
         "num_experts": writer.add_expert_count,
         "num_local_experts": writer.add_expert_count,
@@ -161,6 +180,7 @@ def _write_config(
         ["Gemma2ForCausalLM"],
         ["Phi3ForCausalLM"],
         ["GptOssForCausalLM"],
+        ["Cohere2ForCausalLM"],
     ):
         writer.add_sliding_window(config["sliding_window"])
     if config["architectures"] == ["Gemma2ForCausalLM"]:  # as for Gemma 3 below
@@ -168,11 +188,13 @@ def _write_config(
     rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
     if config["architectures"] == ["Gemma3ForCausalLM"]:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        # What the format cannot state: readers use the head size, or 168 for 27B.
+        assert config["query_pre_attn_scalar"] == head_dim
+    if config["architectures"][0] in WINDOW_PATTERNS:
         writer.add_sliding_window(config["sliding_window"])
         kinds = config["layer_types"]
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
-        # What the format cannot state: readers use the head size, or 168 for 27B.
-        assert config["query_pre_attn_scalar"] == head_dim
+    if "full_attention" in rope:
         rope = rope["full_attention"]
     else:
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
@@ -221,6 +243,9 @@ def _write_rope_scaling(
     writer.add_rope_scaling_factor(rope["factor"])
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if "llama_4_scaling_beta" in rope:
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
 def _llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
@@ -282,7 +307,8 @@ def _write_tensors(
     """Write all tensors; return Hugging Face name -> the float32 values that the file holds."""
     held: dict[str, torch.Tensor] = {}
     generator = np.random.default_rng(0)
-    stacks: dict[str, dict[int, str]] = {}  # of experts: merged name -> number -> name
+    # Of experts and norms of heads: merged name -> number -> name.
+    stacks: dict[str, dict[int, str]] = {}
     for hf_name, tensor in stored.items():
         values = tensor.float().numpy()
         if gpt_oss := GPT_OSS.fullmatch(hf_name):
@@ -293,9 +319,17 @@ def _write_tensors(
             merged = f"{layer}mlp.experts.{MIXTRAL.get(projection, projection)}.weight"
             stacks.setdefault(merged, {})[int(number)] = hf_name
             continue
+        if head_norm := HEAD_NORM.fullmatch(hf_name):
+            stacks.setdefault(f"{head_norm[1]}.weight", {})[int(head_norm[2])] = hf_name
+            continue
         if absorbed and hf_name.endswith("kv_b_proj.weight"):
             held[hf_name] = _add_kv_b(writer, names, hf_name, values, config, kind, generator)
             continue
+        in_turn = (
+            "attention.query_key_value" in hf_name
+        )  # of each head; in GGUF all of q come first
+        if in_turn:
+            values = _swapped(values, config["num_attention_heads"], 3)
         request = hf_name.replace("e_score_correction_bias", "e_score_correction.bias")
         name = names.get_name(request, try_suffixes=(".weight", ".bias"))
         if mtp := MTP.fullmatch(hf_name):  # not in the table of each architecture that has them
@@ -315,6 +349,8 @@ def _write_tensors(
         values = _add(writer, name, values, kind, generator)
         if permuted:
             values = _permute_back(values, heads)
+        if in_turn:
+            values = _swapped(values, 3, config["num_attention_heads"])
         if arch in NORMS_PLUS_ONE and hf_name.endswith("norm.weight"):
             values = values - 1
         held[hf_name] = torch.from_numpy(np.ascontiguousarray(values))
@@ -413,6 +449,12 @@ def _random_blocks(
         with np.errstate(invalid="ignore"):
             bad = ~(np.abs(values).max(axis=1) < 0.5)
     return blocks.reshape(*shape[:-1], -1)
+
+
+def _swapped(values: np.ndarray, outer: int, inner: int) -> np.ndarray:
+    """Reorder rows from (outer, inner, rest) to (inner, outer, rest)."""
+    split = values.reshape(outer, inner, -1, *values.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(0, 1).reshape(values.shape))
 
 
 def _permute(values: np.ndarray, heads: int) -> np.ndarray:

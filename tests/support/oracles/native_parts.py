@@ -290,6 +290,12 @@ def operation(kind: str, f: dict[str, Any], x: Floats, pool: Any, batch: Batch) 
             rows = np.ascontiguousarray(flat[:, own]).reshape(-1, size)
             native.rms_norm(ONE, rows.copy(), f["weight"], f["eps"], rows)
             flat[:, own] = rows.reshape(tokens, -1)
+        elif kind == "head_layer_norm":
+            zeros = np.zeros(HEAD_DIM, np.float32)
+            for n, weight in enumerate(f["weight"].reshape(-1, HEAD_DIM)):
+                one = np.ascontiguousarray(heads[:, n])
+                native.layer_norm(ONE, one.copy(), weight, zeros, f["eps"], one)
+                heads[:, n] = one
         elif kind == "rope":
             turned = heads[:, : f["heads"]]
             first, second = np.split(turned.copy(), 2, axis=2)
