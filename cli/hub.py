@@ -86,7 +86,7 @@ def rm(settings: Settings, positionals: Mapping[str, str]) -> int:
         raise CommandError(
             f"{model} is not in the cache of huggingface-hub; remove the file itself"
         )
-    if model.file or model.quant or model.revision:
+    if model.file or model.quant or model.revision:  # an empty `quant` is no tag
         raise CommandError(
             f"all files of a repository are removed together: `pdserve rm {model.repo}`"
         )

@@ -68,7 +68,7 @@ def system(settings: Settings) -> Iterator[str]:
     given = {name for name, value in settings.values.items() if value.given}
     with tempfile.TemporaryDirectory(prefix="pdserve-run-") as folder:
         path = settings.values["unix_socket"].value or str(Path(folder, "api"))
-        changed = {"unix_socket": path, "port": 0, "log_level": "warning"}
+        changed = {"unix_socket": path, "port": 0, "log_level": "warning", "database_url": "none"}
         changed = {name: value for name, value in changed.items() if name not in given}
         context = multiprocessing.get_context("spawn")
         ready, report = context.Pipe(duplex=False)

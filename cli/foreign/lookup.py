@@ -2,8 +2,9 @@
 configuration files. Pure.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,16 @@ def _exact() -> dict[str, list[Entry]]:
     return entries
 
 
+@cache
+def _patterns() -> list[tuple[re.Pattern[str], Lacking]]:
+    patterns = []
+    for entry in TABLE:
+        parts = [translate(name) for name in entry.names if set("*?") & set(name)]
+        if isinstance(entry, Lacking) and parts:
+            patterns.append((re.compile("|".join(parts)), entry))
+    return patterns
+
+
 def find_entry(name: str, command: str = "up") -> Entry | None:
     """Return the entry of a flag, an environment variable or a word for a command; None if the
     table has none. A flag may have underscores, a key after a dot (--config.mode=3), or be the
@@ -31,11 +42,9 @@ def find_entry(name: str, command: str = "up") -> Entry | None:
         limit = entry.commands if isinstance(entry, Renamed | Implied) else ()
         if not limit or command in limit:
             return entry
-    for entry in TABLE:
-        if isinstance(entry, Lacking) and any(
-            fnmatchcase(name, pattern) for pattern in entry.names if set("*?") & set(pattern)
-        ):
-            return entry
+    for pattern, lacking in _patterns():
+        if pattern.match(name):
+            return lacking
     plain = name.partition(".")[0].replace("_", "-") if name.startswith("--") else name
     if plain != name:
         return find_entry(plain, command)
@@ -69,8 +78,13 @@ def explain_key(key: str, value: Any) -> str:
         return entry.sentence + (f"; {', '.join(hints)}" if hints else "")
     if isinstance(entry, Implied):
         return f"leave the key out: {entry.because}"
+    if isinstance(entry, Renamed):
+        try:
+            entry.translate(key, str(value))
+        except OptionError as error:
+            return str(error)
     own = _own_key(key)
-    return f"the key is {own}" if own else ""
+    return f"the key is {own}" if own else "leave the key out" if entry else ""
 
 
 def _own_key(key: str) -> str:

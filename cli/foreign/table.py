@@ -177,7 +177,6 @@ TABLE: tuple[Entry, ...] = (
         shown="`--host` and `--port`, or `--unix-socket`",
     ),
     Renamed(("--uds",), "--unix-socket"),
-    Renamed(("--api-key",), "--api-key", of.keys, "several", "`--api-key`, once per key"),
     Renamed(("VLLM_API_KEY",), "--api-key"),
     Renamed(("VLLM_API_KEYS_FILE", "--api-keys-file"), "--api-key-file"),
     Renamed(("--ssl-certfile", "--ssl-cert-file"), "--tls-cert"),
@@ -1020,7 +1019,7 @@ COMMANDS = {"serve": "up", "list": "ls"}
 NO_COMMANDS = {
     "create": "there are no Modelfiles: pass the options to `pdserve up`, such as --chat-template",
     "show": "`pdserve models` shows what a server serves, `pdserve ls` what is in the cache",
-    "stop": "press Ctrl-C at the server, or send SIGTERM to its process (`pdserve ps` shows the pid)",
+    "stop": "press Ctrl-C at the server, or send SIGTERM to the process that `pdserve ps` shows",
     "push": "use `hf upload`, the command of huggingface-hub",
     "cp": "pass --served-name NAME to `pdserve up` to serve a model under another name",
     "signin": "use `hf auth login`, the command of huggingface-hub",

@@ -230,10 +230,6 @@ def served_names(name: str, value: str) -> list[str]:
     return ["--served-name", first, *(word for other in others for word in ("--alias", other))]
 
 
-def keys(name: str, value: str) -> list[str]:
-    return [word for key in value.split() for word in ("--api-key", key)]
-
-
 def origins(name: str, value: str) -> list[str]:
     try:
         listed = json.loads(value) if value.startswith("[") else value.split(",")
