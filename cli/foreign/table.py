@@ -317,6 +317,25 @@ TABLE: tuple[Entry, ...] = (
         ),
         shown="`--generation-config`: `auto` for model, `vllm` for openai",
     ),
+    Renamed(
+        ("--disable-reasoning",),
+        "--thinking",
+        of.bare("--thinking", "off"),
+        "nothing",
+        "`--thinking off`",
+    ),
+    Renamed(
+        ("--reasoning", "-rea", "--think"),
+        "--thinking",
+        of.one_of("--thinking", of.THINKING, of.TEMPLATE_VARIABLES),
+        "optional",
+    ),
+    Renamed(
+        ("--chat-template-kwargs", "--default-chat-template-kwargs"),
+        "--thinking",
+        of.template_variables,
+        shown="`--thinking` for enable_thinking; others are fields of a request",
+    ),
     # What pdserve does anyway
     Implied(("--server", "--headless"), "`pdserve up` is a server"),
     Implied(
@@ -658,14 +677,12 @@ TABLE: tuple[Entry, ...] = (
     ),
     Lacking(
         (
-            *("--chat-template-kwargs", "--default-chat-template-kwargs", "--reasoning", "-rea"),
-            *("--reasoning-budget*", "--reasoning-effort", "--disable-reasoning", "--think"),
+            *("--reasoning-budget*", "--reasoning-effort"),
             *("--anthropic-disabled-thinking-effort", "--reasoning-preserve", "--hidethinking"),
             *("--no-reasoning-preserve", "--enable-strict-thinking", "--strip-thinking-cache"),
             *("--reasoning-config", "--thinking-*"),
         ),
-        "a request sets it: chat_template_kwargs (enable_thinking) or reasoning_effort; "
-        "--template-kwargs names the variables that requests may set",
+        of.TEMPLATE_VARIABLES,
     ),
     Lacking(
         (
@@ -865,7 +882,6 @@ TABLE: tuple[Entry, ...] = (
     ),
     Lacking(
         (
-            "--admin-api-key",
             "--api-keys*",
             "--rate-limit-*",
             "--insecure-allow-public-no-auth",

@@ -12,7 +12,15 @@ SEVERAL_GPUS = (
     "a worker runs on one device and does not split a model over GPUs; for several GPUs, start one "
     "worker on each (CUDA_VISIBLE_DEVICES=1 pdserve decode --device cuda --routers ...)"
 )
-ROLES = {"prefill": "prefill", "decode": "decode"}
+TEMPLATE_VARIABLES = (
+    "a request sets it: chat_template_kwargs or reasoning_effort; --thinking on or off is the "
+    "default, and --template-kwargs names the variables that requests may set"
+)
+THINKING = {
+    **dict.fromkeys(("", "on", "true", "1"), "on"),
+    **dict.fromkeys(("off", "false", "0"), "off"),
+    "auto": "auto",
+}
 INHERENT_QUANTIZATION = (
     *("auto", "none", "awq", "awq_marlin", "gptq", "gptq_marlin", "marlin", "gguf", "ggml"),
     *("compressed-tensors", "mxfp4", "fbgemm_fp8"),
@@ -265,6 +273,18 @@ def chunk(name: str, value: str) -> list[str]:
     if value.startswith("-"):
         raise refuse(name, value, "prefill is always in chunks; --chunk-size N sets their size")
     return ["--chunk-size", value]
+
+
+def template_variables(name: str, value: str) -> list[str]:
+    """A JSON object of variables for the chat template, of which the gateway has a default for that
+    of thinking."""
+    try:
+        variables = json.loads(value)
+    except ValueError:
+        raise OptionError(f"{name}: {value!r} is not a JSON object") from None
+    if not isinstance(variables, dict) or not variables.keys() <= {"enable_thinking", "thinking"}:
+        raise refuse(name, value, TEMPLATE_VARIABLES)
+    return ["--thinking", "on" if all(variables.values()) else "off"] if variables else []
 
 
 def disaggregation(name: str, value: str) -> list[str]:

@@ -18,7 +18,10 @@ PEERS = yaml.safe_load(Path(__file__).with_name("foreign_names.yaml").read_text(
 OPTIONS = [o for command in COMMANDS.values() for s in command.sections() for o in s.options]
 OWN = {o.flag for o in OPTIONS} | {"--config", "--help", "-h", "--version"}
 # Options of the gateway that are not merged yet
-MERGING = {"--chat-template", "--generation-config", "--override-generation-config"}
+MERGING = {
+    *("--chat-template", "--generation-config", "--override-generation-config", "--thinking"),
+    "--admin-api-key",
+}
 
 
 def test_every_name_of_the_other_servers_is_known(subtests: pytest.Subtests) -> None:
