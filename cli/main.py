@@ -47,7 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings, positionals = parse_command(command, f"pdserve {command.name}", args[1:])
         return command.run(settings, positionals)
     except OptionError as error:
-        prog = f"pdserve {args[0]}" if args and args[0] in (*COMMANDS, *foreign.COMMANDS, "config") else "pdserve"
+        prog = (
+            f"pdserve {args[0]}"
+            if args and args[0] in (*COMMANDS, *foreign.COMMANDS, "config")
+            else "pdserve"
+        )
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
     except CommandError as error:
