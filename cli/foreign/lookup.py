@@ -13,6 +13,8 @@ from pdserve.cli.foreign.table import TABLE
 from pdserve.cli.options import OptionError
 
 SECRET = ("KEY", "TOKEN")
+# Of variables; others, such as RUST_LOG, may be meant for other programs.
+PREFIXES = ("OLLAMA_", "VLLM_", "LLAMA_", "CANDLE_VLLM_")
 
 
 @cache
@@ -101,7 +103,7 @@ def notes_on(environ: Mapping[str, str]) -> Iterator[str]:
     """Yield a note for each variable of another server that is set, since pdserve does not read it:
     the flag to pass instead, or why there is none."""
     for name, value in sorted(environ.items()):
-        entry = find_entry(name) if name.isupper() and value else None
+        entry = find_entry(name) if name.startswith(PREFIXES) and value else None
         is_secret = any(word in name for word in SECRET)
         try:
             if isinstance(entry, Renamed):

@@ -101,6 +101,7 @@ def test_variables_of_other_servers_get_a_note() -> None:
         "CUDA_VISIBLE_DEVICES": "0",
         "PATH": "/bin",
         "http_proxy": "x",
+        "RUST_LOG": "debug",
     }
     notes = dict(note.split(" ", 1) for note in notes_on(environ))
     assert set(notes) == {
