@@ -64,7 +64,7 @@ help:
 	@echo "make bench-scaling  the scalers of k8s/ in a simulated cluster"
 	@echo "make bench-picker  the endpoint picker behind an Envoy"
 	@echo "make fuzz         a million hostile inputs of each kind, resumable; ARGS='TARGET --cases N'"
-	@echo "make docs         models.md, api.md, flags.md and metrics.md in docs/, from the code, and the alerts of compose"
+	@echo "make docs         models.md, api.md, flags.md, other-servers.md and metrics.md in docs/, from the code, and the alerts of compose"
 	@echo "make site         the documentation site in build/site"
 	@echo "make lock         docker/*.txt: the images' packages and their hashes, from constraints.txt"
 	@echo "make pin          the digests of foreign images in Dockerfile and compose files, from their registry"
@@ -251,6 +251,7 @@ docs: setup
 	$(BIN)/python tools/docs/models_page.py > docs/models.md
 	$(BIN)/python tools/docs/api_page.py > docs/api.md
 	$(BIN)/python tools/docs/flags_page.py > docs/flags.md
+	$(BIN)/python tools/docs/other_servers_page.py > docs/other-servers.md
 	$(BIN)/python tools/docs/metrics_page.py > docs/metrics.md
 	$(BIN)/python tools/docs/alerts_page.py > k8s/observability/compose/alerts.yml
 

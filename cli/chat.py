@@ -19,7 +19,7 @@ from pdserve.cli.chat_terminal import (
 )
 from pdserve.cli.commands import STOPPED
 from pdserve.cli.http_client import ApiClient, ApiError, client_of
-from pdserve.cli.options import MAX_TEMPERATURE, ChatSettings, Settings
+from pdserve.cli.options import MAX_TEMPERATURE, ChatSettings, ConversationSettings, Settings
 
 CHAT = "/v1/chat/completions"
 
@@ -27,7 +27,9 @@ CHAT = "/v1/chat/completions"
 class Conversation:
     """The messages of a conversation so far, and the sampling params for the next request."""
 
-    def __init__(self, client: ApiClient, model: Mapping[str, Any], settings: ChatSettings) -> None:
+    def __init__(
+        self, client: ApiClient, model: Mapping[str, Any], settings: ConversationSettings
+    ) -> None:
         """Begin a conversation. `model` is the model's entry in the server's response to
         /v1/models."""
         self.client = client
@@ -262,13 +264,17 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     the server cannot be reached at the start."""
     chat = settings.build(ChatSettings)
     client = client_of(chat)
-    conversation = Conversation(client, first_model(client, chat.model), chat)
+    return converse(Conversation(client, first_model(client, chat.model), chat), chat.history)
+
+
+def converse(conversation: Conversation, keeps_history: bool) -> int:
+    """Answer what the user types, or the lines of a pipe, until /exit or the end of the input;
+    return the exit code."""
     typed = sys.stdin.isatty()
     if typed:
-        print(
-            f"{conversation.model} at {client.url}. Type /help for help.\n{conversation.sampling}"
-        )
-        lines = typed_lines(history_file() if chat.history else None, COMMANDS)
+        where = f"{conversation.model} at {conversation.client.url}"
+        print(f"{where}. Type /help for help.\n{conversation.sampling}")
+        lines = typed_lines(history_file() if keeps_history else None, COMMANDS)
     else:
         lines = piped_lines()
     repl = Repl(conversation, lambda shows: view_on(sys.stdout, shows), sys.stdout)

@@ -51,6 +51,7 @@ class Command:
     entry: str
     section_specs: tuple[SectionSpec, ...] = ()
     positionals: tuple[Positional, ...] = ()
+    most_used: tuple[str, ...] = ()  # names of the options with which the help begins
 
     def sections(self) -> list[Section]:
         return [
@@ -64,9 +65,11 @@ class Command:
         return function(settings, positionals)
 
 
-def _service(name: str, summary: str, *sections: tuple[str, str]) -> Command:
+def _service(
+    name: str, summary: str, *sections: tuple[str, str], positionals: tuple[Positional, ...] = ()
+) -> Command:
     specs = tuple((title, class_path, ()) for title, class_path in sections)
-    return Command(name, summary, f"pdserve.cli.roles:{name}", specs)
+    return Command(name, summary, f"pdserve.cli.roles:{name}", specs, positionals)
 
 
 def _tool(name: str, summary: str, title: str, settings: str, *positionals: Positional) -> Command:
@@ -75,6 +78,23 @@ def _tool(name: str, summary: str, title: str, settings: str, *positionals: Posi
 
 
 WORKER_ENGINE = ("model and engine", ENGINE)
+# A positional argument that sets the option of the same name.
+MODEL = Positional(
+    "model", "the same as --model: GGUF file, model directory or Hugging Face id", optional=True
+)
+HUB_MODEL = "Hugging Face id: org/name, org/name:Q4_K_M or org/name:file.gguf"
+MOST_USED = (
+    *("host", "port", "api_key", "served_name", "context_len", "max_running"),
+    *("device", "isq", "kv_dtype", "prefill", "decode", "threads"),
+)
+UP_SECTIONS: tuple[SectionSpec, ...] = (
+    ("system", "pdserve.cli.options.settings:UpSettings", ()),
+    ("HTTP and gRPC for clients", GATEWAY, UP_OWNS),
+    ("routing", ROUTER, UP_OWNS),
+    ("workers", PREFILL, UP_OWNS),
+    ("decode workers", DECODE, UP_OWNS),
+    ("model and engine", ENGINE, (*UP_OWNS, "model")),
+)
 COMMANDS = {
     command.name: command
     for command in (
@@ -82,14 +102,28 @@ COMMANDS = {
             "up",
             "start a complete system on this machine",
             "pdserve.cli.up.command:run",
+            UP_SECTIONS,
+            (MODEL,),
+            MOST_USED,
+        ),
+        Command(
+            "run",
+            "start a system and talk to its model; stop it at the end",
+            "pdserve.cli.run:run",
             (
-                ("system", "pdserve.cli.options.settings:UpSettings", ()),
-                ("HTTP and gRPC for clients", GATEWAY, UP_OWNS),
-                ("routing", ROUTER, UP_OWNS),
-                ("workers", PREFILL, UP_OWNS),
-                ("decode workers", DECODE, UP_OWNS),
-                ("model and engine", ENGINE, (*UP_OWNS, "model")),
+                ("conversation", "pdserve.cli.options.settings:RunSettings", ()),
+                *UP_SECTIONS,
             ),
+            (
+                MODEL,
+                Positional(
+                    "prompt",
+                    "a question, after whose answer the command ends; none: a conversation",
+                    repeated=True,
+                    optional=True,
+                ),
+            ),
+            MOST_USED,
         ),
         _service("gateway", "serve HTTP and gRPC to clients", ("gateway", GATEWAY)),
         _service("router", "choose workers for requests", ("router", ROUTER)),
@@ -97,9 +131,19 @@ COMMANDS = {
             "picker", "choose endpoints for a Kubernetes Gateway (ext_proc)", ("picker", PICKER)
         ),
         _service(
-            "prefill", "compute the KV of prompts and send it", ("worker", PREFILL), WORKER_ENGINE
+            "prefill",
+            "compute the KV of prompts and send it",
+            ("worker", PREFILL),
+            WORKER_ENGINE,
+            positionals=(MODEL,),
         ),
-        _service("decode", "receive KV and generate tokens", ("worker", DECODE), WORKER_ENGINE),
+        _service(
+            "decode",
+            "receive KV and generate tokens",
+            ("worker", DECODE),
+            WORKER_ENGINE,
+            positionals=(MODEL,),
+        ),
         _tool("chat", "talk to a server in the terminal", "chat", "ChatSettings"),
         _tool(
             "complete",
@@ -123,6 +167,20 @@ COMMANDS = {
         ),
         _tool("top", "watch the workers of a running server", "view", "TopSettings"),
         _tool("models", "list the models of a running server", "server", "ClientSettings"),
+        Command(
+            "pull",
+            "download a model",
+            "pdserve.cli.hub:pull",
+            positionals=(Positional("model", HUB_MODEL),),
+        ),
+        Command("ls", "list the models on this machine", "pdserve.cli.hub:ls"),
+        Command(
+            "rm",
+            "remove a downloaded model",
+            "pdserve.cli.hub:rm",
+            positionals=(Positional("model", "Hugging Face id: org/name"),),
+        ),
+        Command("ps", "list your running systems on this machine", "pdserve.cli.ps:run"),
         _tool(
             "quantize",
             "write a quantized copy of a GGUF model",
@@ -177,6 +235,15 @@ COMMANDS = {
         ),
     )
 }
+
+
+def commands_with(flag: str) -> list[str]:
+    """Return the names of the commands that have this flag."""
+    return [
+        command.name
+        for command in COMMANDS.values()
+        if any(o.flag == flag for s in command.sections() for o in s.options)
+    ]
 
 
 def known_names() -> set[str]:

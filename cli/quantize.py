@@ -30,7 +30,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
         if target.exists():
             raise FileExistsError(errno.EEXIST, "the output file already exists", str(target))
         model = find(positionals["model"])
-        if isinstance(model, HubModel) and model.file is None:
+        if isinstance(model, HubModel) and not model.is_gguf:
             raise CheckpointError(
                 f"{model.repo} is a repository: specify one of its GGUF files, as in "
                 f"{model.repo}:file.gguf"

@@ -2,7 +2,6 @@
 environment variables and files.
 """
 
-from pdserve.cli.options.aliases import translate
 from pdserve.cli.options.options import (
     ENV_PREFIX,
     MASK,
@@ -13,7 +12,7 @@ from pdserve.cli.options.options import (
     render,
     resolve,
 )
-from pdserve.cli.options.parser import Positional, Section, parse
+from pdserve.cli.options.parser import Positional, Section, did_you_mean, parse
 from pdserve.cli.options.settings import (
     DEFAULT_URL,
     MAX_TEMPERATURE,
@@ -22,10 +21,12 @@ from pdserve.cli.options.settings import (
     ChatSettings,
     ClientSettings,
     CompleteSettings,
+    ConversationSettings,
     HealthSettings,
     QuantizeSettings,
     ReplaySettings,
     ReportSettings,
+    RunSettings,
     TopSettings,
     UpSettings,
 )

@@ -7,7 +7,7 @@ a typo never silently selects a default. Options of other commands are allowed i
 and in the file, so that one of each can serve all processes of a deployment.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -201,6 +201,11 @@ class Settings:
         except ValueError as error:
             raise OptionError(str(error)) from None
 
+    def override(self, **values: Any) -> "Settings":
+        """Return these settings with other values of some options, as if flags set them."""
+        changed = {name: Value(value, f"set for {name}") for name, value in values.items()}
+        return Settings(self._groups, {**self.values, **changed})
+
     def options(self) -> list[Option]:
         """Return all options in order, each once; if several groups have an option, that of the
         first counts."""
@@ -217,17 +222,19 @@ def resolve(
     flags: Mapping[str, str | list[str]],
     environ: Mapping[str, str],
     config: Path | None,
+    explain_key: Callable[[str, Any], str] = lambda key, value: "",
 ) -> Settings:
     """Determine the value of each option in `groups` from flags, environment, YAML file and
     defaults.
 
     `known_names` are the names of the options of all commands; `flags` are the unparsed values from
     the command line by option name. An empty environment variable counts as not set. Raises
-    OptionError if a name is unknown, a value is not allowed or the file cannot be used.
+    OptionError if a name is unknown, a value is not allowed or the file cannot be used;
+    `explain_key` returns what the message says about an unknown key of the file and its value.
     """
     path = config or (Path(environ[CONFIG_ENV]) if environ.get(CONFIG_ENV) else None)
     env = _known_env(environ, known_names)
-    file = _read_file(path, known_names) if path else {}
+    file = _read_file(path, known_names, explain_key) if path else {}
     values: dict[str, Value] = {}
     for option in Settings(groups, values).options():
         name = option.name
@@ -270,7 +277,9 @@ def _known_env(environ: Mapping[str, str], known_names: Collection[str]) -> dict
     return values
 
 
-def _read_file(path: Path, known_names: Collection[str]) -> dict[str, Any]:
+def _read_file(
+    path: Path, known_names: Collection[str], explain_key: Callable[[str, Any], str]
+) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
@@ -285,9 +294,11 @@ def _read_file(path: Path, known_names: Collection[str]) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise OptionError(f"--config: {path} must map option names to values")
-    for name in content:
+    for name, value in content.items():
         if name not in known_names:
-            raise OptionError(f"{path}: option {name!r} is unknown" + _hint(str(name), known_names))
+            sentence = explain_key(str(name).replace("_", "-"), value)
+            hint = f": {sentence}" if sentence else _hint(str(name), known_names)
+            raise OptionError(f"{path}: option {name!r} is unknown{hint}")
     return content
 
 

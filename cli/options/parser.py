@@ -3,14 +3,13 @@ values stay text, so that flags, environment variables and YAML files are checke
 """
 
 import argparse
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from shutil import get_terminal_size
 from textwrap import wrap
 from typing import Any, NoReturn
 
-from pdserve.cli.options.aliases import aliases_of
 from pdserve.cli.options.options import Option, OptionError
 
 
@@ -30,7 +29,19 @@ class Positional:
 
     name: str
     help: str
-    repeated: bool = False  # one or more words; the value is a list
+    repeated: bool = False  # the value is a list
+    optional: bool = False  # the value may be None, or an empty list
+
+    @property
+    def nargs(self) -> str | None:
+        many, one = ("*", "?") if self.optional else ("+", None)
+        return many if self.repeated else one
+
+    @property
+    def usage(self) -> str:
+        if self.optional:
+            return f"[{self.name}{' ...' * self.repeated}]"
+        return self.name + f" [{self.name} ...]" * self.repeated
 
 
 MAX_WIDTH = 100  # columns of help
@@ -73,10 +84,14 @@ def parse(
     sections: Sequence[Section],
     positionals: Sequence[Positional],
     arguments: Sequence[str],
+    most_used: Sequence[str] = (),
+    explain: Callable[[str], str] = lambda flag: "",
 ) -> Words:
     """Split a command line by the options in `sections` and the positional arguments. For --help,
-    prints the help and exits. Raises OptionError if the command line is wrong."""
-    words = [p.name + f" [{p.name} ...]" * p.repeated for p in positionals]
+    prints the help, which begins with the options that `most_used` names, and exits. Raises
+    OptionError if the command line is wrong; `explain` returns what the message says about an
+    unknown flag."""
+    words = [p.usage for p in positionals]
     parser = _Parser(
         prog=prog,
         description=description,
@@ -91,30 +106,42 @@ def parse(
         else None,
     )
     for p in positionals:
-        parser.add_argument(p.name, help=p.help, nargs="+" if p.repeated else None)
+        # Not the name, which may also be that of an option.
+        parser.add_argument(_dest(p), metavar=p.name, help=p.help, nargs=p.nargs)
     general = parser.add_argument_group("general")
     general.add_argument("-h", "--help", action="help", help="show this help and exit")
     if sections:
         general.add_argument("--config", metavar="FILE", help="YAML file with values of options")
-    seen: set[str] = set()
+    seen = set(most_used)
+    if most_used:
+        all_options = {o.name: o for s in reversed(sections) for o in s.options}
+        group = parser.add_argument_group("most used")
+        for name in most_used:
+            _add(group, all_options[name])
     for section in sections:
         group = parser.add_argument_group(section.title)
         for option in section.options:
             if option.name not in seen:
                 seen.add(option.name)
                 _add(group, option)
-    check_flags(prog, arguments, parser.flags)
-    values = vars(parser.parse_args(list(arguments)))
+    check_flags(prog, arguments, parser.flags, explain)
+    values = vars(parser.parse_intermixed_args(list(arguments)))
     return Words(
         flags={name: values[name] for name in seen if name in values},
-        positionals={p.name: values[p.name] for p in positionals},
+        positionals={p.name: values[_dest(p)] for p in positionals},
         config=values.get("config"),
     )
 
 
-def check_flags(prog: str, arguments: Sequence[str], flags: Collection[str]) -> None:
+def _dest(positional: Positional) -> str:
+    return f"positional {positional.name}"
+
+
+def check_flags(
+    prog: str, arguments: Sequence[str], flags: Collection[str], explain: Callable[[str], str]
+) -> None:
     """Raise OptionError for the first word of a command line that looks like a flag but is not one
-    of `flags`; the message suggests a similar flag.
+    of `flags`; the message has what `explain` returns, or else suggests a similar flag.
 
     A known flag in the place of another flag's value is not reported here; argparse reports it.
     """
@@ -126,13 +153,16 @@ def check_flags(prog: str, arguments: Sequence[str], flags: Collection[str]) -> 
         is_flag = argument.startswith("-") and stripped[:1].isalpha() and " " not in name
         if not is_flag or name in flags:
             continue
-        candidates = [*flags, *aliases_of(flags)]
-        # Dashes must not count as similarity.
-        names = {flag.lstrip("-"): flag for flag in candidates}
-        matches = get_close_matches(name.lstrip("-"), names, n=1)
-        did_you_mean = f" (did you mean {names[matches[0]]}?)" if matches else ""
-        hint = did_you_mean or f"; `{prog} --help` lists the options"
+        hint = explain(name) or did_you_mean(name, flags)
+        hint = hint or f"; `{prog} --help` lists the options"
         raise OptionError(f"option {name} is unknown{hint}")
+
+
+def did_you_mean(name: str, flags: Collection[str]) -> str:
+    """Return the suggestion of the flag most similar to a mistyped one; empty if none is."""
+    names = {flag.lstrip("-"): flag for flag in flags}  # dashes must not count as similarity
+    matches = get_close_matches(name.lstrip("-"), names, n=1, cutoff=0.7)
+    return f" (did you mean {names[matches[0]]}?)" if matches else ""
 
 
 def _add(group: Any, option: Option) -> None:

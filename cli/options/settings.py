@@ -51,10 +51,9 @@ class ClientSettings:
 
 
 @dataclass(frozen=True)
-class ChatSettings(ClientSettings):
-    """Settings of `pdserve chat`, a conversation in the terminal."""
+class ConversationSettings:
+    """Settings of a conversation in the terminal."""
 
-    model: str = option("", "model to use; empty: the first that the server lists")
     system: str = option("", "system message of the conversation")
     temperature: float = option(
         -1.0,
@@ -64,6 +63,20 @@ class ChatSettings(ClientSettings):
     )
     max_tokens: int = option(0, "tokens of an answer at most; 0: as many as fit", min=0)
     history: bool = option(True, "save input for the arrow keys of later conversations")
+
+
+@dataclass(frozen=True)
+class ChatSettings(ConversationSettings, ClientSettings):
+    """Settings of `pdserve chat`, a conversation with a server."""
+
+    model: str = option("", "model to use; empty: the first that the server lists")
+
+
+@dataclass(frozen=True)
+class RunSettings(ConversationSettings):
+    """Settings of `pdserve run` beside those of the system that it starts."""
+
+    prompts: str = option("", "questions separated by |; each is answered separately")
 
 
 @dataclass(frozen=True)

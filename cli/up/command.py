@@ -4,6 +4,7 @@ All processes start together: the router's address is chosen before that, and st
 router restarts. When `run` returns, all processes have ended.
 """
 
+import json
 import logging
 import os
 import secrets
@@ -23,7 +24,7 @@ from pdserve.cli.progress import Lines, ProgressView, progress_below_log
 from pdserve.cli.up import gateway_workers
 from pdserve.cli.up.child import Task
 from pdserve.cli.up.cores import Share, allot, machine_cores
-from pdserve.cli.up.folders import CONFIG_FILE, data_dir, kept_database, run_dir
+from pdserve.cli.up.folders import CONFIG_FILE, STATE_FILE, data_dir, kept_database, run_dir
 from pdserve.cli.up.supervisor import Child, StartError, Supervisor, death_of
 from pdserve.engine.api import EngineConfig
 from pdserve.engine.api.default_model import NO_DEFAULT_MODEL, default_model
@@ -64,6 +65,12 @@ FIRST_PORT = 10_000  # lowest port that `free_port` chooses
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Run `pdserve up`: start all processes, serve until a signal, stop them. Returns the exit
     code."""
+    return serve(settings)
+
+
+def serve(settings: Settings, on_ready: Callable[[str], None] | None = None) -> int:
+    """Run a system until a signal; return the exit code. When it is ready, call `on_ready` with the
+    URL of its gateway, or else print how to use it."""
     gateway = settings.build(GatewaySettings)
     as_json = gateway.log_format == "json"
     quiet_grpc_core(gateway.log_format)
@@ -73,7 +80,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC prints a line at each fork
     try:
         with nullcontext(Lines(say)) if as_json else progress_below_log() as view:
-            system = System(settings, progress=view)
+            system = System(settings, progress=view, on_ready=on_ready)
             with (
                 run_dir() as folder,
                 Supervisor(
@@ -95,6 +102,7 @@ class System:
         settings: Settings,
         entries: Mapping[str, str] = ENTRIES,
         progress: ProgressView | None = None,
+        on_ready: Callable[[str], None] | None = None,
     ) -> None:
         """Check the options before anything is started. Raises OptionError if they contradict each
         other, OSError if a port is in use."""
@@ -109,10 +117,11 @@ class System:
         self._drain_s = self._gateway.drain_s
         self._router_address, self._client_bind = self._router_addresses()
         self._progress = progress or Lines(say)
+        self._on_ready = on_ready
         self.serving = False  # the gateway has reported that it can serve a model
         self._stopping = False
         self._stop_listening: Callable[[], None] = lambda: None  # for several gateway processes
-        self._started_at = time.monotonic()
+        self._started_at, self._started = time.monotonic(), time.time()
 
     def _check(self) -> None:
         up, values = self._up, self._settings.values
@@ -202,6 +211,7 @@ class System:
     def _serve(
         self, supervisor: Supervisor, folder: Path, gateway_tasks: Mapping[str, Callable[[], Task]]
     ) -> int:
+        self._write_state(folder)
         workers = self._workers()
         cores, num_usable = machine_cores()
         shares = allot(cores, num_usable, len(workers), self._up.threads)
@@ -221,7 +231,12 @@ class System:
             supervisor.run_until(lambda: all(child.ready for child in all_children))
             self._progress.close()
             if not supervisor.signals:
-                self._welcome(gateways[0], routers[0])
+                url = str(gateways[0].figures.get("url", ""))
+                self._write_state(folder, url, gateways[0].figures.get("models"))
+                if self._on_ready:
+                    self._on_ready(url)
+                else:
+                    self._welcome(gateways[0], routers[0])
             supervisor.run_until(lambda: False)
         finally:
             self._progress.close()
@@ -346,6 +361,15 @@ class System:
                 say(f"{child.name}: starts again in {figures['restart_s']:g} s")
         elif event == "restart":
             say(f"{child.name}: starting again")
+
+    def _write_state(self, folder: Path, url: str = "", models: Any = None) -> None:
+        """Write what runs for `pdserve ps`. Until the system is ready, it has no URL."""
+        names = models or [model or "SmolLM2" for model in self._models]
+        state = {"pid": os.getpid(), "started": self._started, "url": url, "models": names}
+        target = folder / STATE_FILE
+        new = target.with_suffix(".new")
+        new.write_text(json.dumps(state))
+        new.replace(target)
 
     def _welcome(self, gateway: Child, router: Child) -> None:
         url = str(gateway.figures.get("url", ""))

@@ -23,6 +23,7 @@ from pathlib import Path
 
 PREFIX = "pdserve-up-"
 CONFIG_FILE = "config.yaml"  # the options in force, without secrets
+STATE_FILE = "state.json"  # what runs, for `pdserve ps`
 MACHINE_ID = Path("/etc/machine-id")
 MOUNTS = Path("/proc/self/mountinfo")
 # File systems that other hosts may share, or whose locks may not work
@@ -51,6 +52,21 @@ def run_dirs(base: Path | None = None) -> list[Path]:
             if path.lstat().st_uid == os.getuid() and not path.is_symlink():
                 paths.append(path)
     return paths
+
+
+def is_running(path: Path) -> bool:
+    """Return whether the process of a run folder is alive, that is, whether it locks the folder."""
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def _locked_folder(base: Path) -> tuple[Path, int]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pdserve.engine.api.default_model import NO_DEFAULT_MODEL, default_model
 from pdserve.engine.checkpoints.gguf import shard_names
+from pdserve.engine.checkpoints.quantization_tags import PART_SUFFIX, QUANT_SUFFIX, choose_file
 from pdserve.engine.checkpoints.source import CheckpointError
 
 DIRECTORY_FILES = ("*.safetensors", "*.json", "*.jinja")
@@ -19,22 +20,24 @@ DIRECTORY_FILES = ("*.safetensors", "*.json", "*.jinja")
 IGNORED = ("[!0-9]*/*", "*/*/*", "*/*.safetensors", "consolidated*")
 HUB_ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
-    r"(@(?P<revision>[\w./-]+))?(:(?P<file>[\w./ -]+\.gguf))?"
+    r"(@(?P<revision>[\w./-]+))?(:((?P<file>[\w./ -]+\.gguf)|(?P<quant>[\w-]+)))?"
 )
-# "-Q4_K_M", ".Q4_1", "-IQ2_XXS", "-UD-Q2_K_XL", "-bf16", "-MXFP4_MOE"
-QUANT_SUFFIX = re.compile(
-    r"[-._](UD[-._])?(I?Q\d\w*|TQ\d\w*|B?F16|FP16|F32|BF16|MXFP4\w*|NVFP4\w*)$", re.IGNORECASE
-)
-PART_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
+HUB_PREFIX = re.compile(r"hf://|https://(hf|huggingface)\.co/|(hf|huggingface)\.co/(?=[^/]+/)")
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model on the Hugging Face hub: a repository at a revision, or one GGUF file in it."""
+    """A model on the Hugging Face hub: a repository at a revision, or one GGUF file in it: that
+    with the name `file`, or else the one that the tag `quant` selects."""
 
     repo: str
     revision: str | None = None  # None: main
     file: str | None = None
+    quant: str | None = None  # e.g. "Q4_K_M"; empty: any quantization
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.file is not None or self.quant is not None
 
 
 def download(
@@ -48,6 +51,9 @@ def download(
     """
     from huggingface_hub import snapshot_download  # slow to import, and rarely needed
 
+    if model.quant is not None:
+        file = choose_file(_gguf_files(model, cache), model.quant, model.repo)
+        model = HubModel(model.repo, model.revision, file)
     patterns = list(shard_names(model.file) if model.file else DIRECTORY_FILES)
     bar = _bar(model.repo, progress)
     try:
@@ -61,16 +67,40 @@ def download(
             tqdm_class=bar,
         )
     except Exception as error:  # the package and its HTTP client have no common base class
-        reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(
-            f"{model.repo} is not a local path and cannot be downloaded from the hub: {reason}"
-        ) from error
+        raise _unavailable(model.repo, error) from error
     path = Path(folder)
     if model.file is None:
         return path
     if not (path / model.file).exists():
         raise CheckpointError(f"the hub repository {model.repo} has no file {model.file}")
     return path / model.file
+
+
+def _gguf_files(model: HubModel, cache: Path | None) -> list[str]:
+    """Return the names of the GGUF files of a repository on the hub; of those in the cache, if the
+    hub cannot be reached. Raises CheckpointError if neither is available."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        names = HfApi(endpoint=os.environ.get("HF_ENDPOINT")).list_repo_files(
+            model.repo, revision=model.revision
+        )
+    except Exception as error:  # as in `download`
+        try:
+            folder = snapshot_download(
+                model.repo, revision=model.revision, cache_dir=cache, local_files_only=True
+            )
+        except Exception:
+            raise _unavailable(model.repo, error) from error
+        names = [str(path.relative_to(folder)) for path in Path(folder).rglob("*.gguf")]
+    return [name for name in names if name.endswith(".gguf")]
+
+
+def _unavailable(repo: str, error: Exception) -> CheckpointError:
+    reason = " ".join(str(error).split())[:300]
+    return CheckpointError(
+        f"{repo} is not a local path and cannot be downloaded from the hub: {reason}"
+    )
 
 
 def _bar(repo: str, progress: Callable[[str, float], None]) -> Any:
@@ -114,9 +144,10 @@ class Resolved:
 
 def resolve(model: str, progress: Callable[[str, float], None]) -> Resolved:
     """Resolve a model, and download it if needed. `model` is a GGUF file, a model directory, or a
-    Hugging Face id as org/name, org/name@revision, org/name:file.gguf or
-    org/name@revision:file.gguf; empty means the shipped model. An existing path takes precedence
-    over an id. Raises CheckpointError, which names the accepted forms.
+    Hugging Face id; empty means the shipped model. An id is org/name, org/name@revision, and either
+    with :file.gguf or with the tag of a quantization (:Q4_K_M); it may begin with hf.co/. An id
+    with "GGUF" in its name selects a GGUF file without a tag, too. An existing path takes
+    precedence over an id. Raises CheckpointError, which names the accepted forms.
     """
     location = find(model)
     if isinstance(location, HubModel):
@@ -134,13 +165,21 @@ def find(model: str) -> Path | HubModel:
     path = Path(os.path.expanduser(model))  # os.path functions never raise here, unlike pathlib
     if os.path.exists(path):
         return path
-    match = HUB_ID.fullmatch(model)
+    match = HUB_ID.fullmatch(model.removeprefix(_hub_prefix(model)))
     if match is None or model.endswith("/") or path.is_absolute() or ".." in model:
         raise CheckpointError(
             f"no model {model!r}: neither an existing GGUF file or directory nor a Hugging Face id"
-            " (org/name, org/name@revision or org/name:file.gguf)"
+            " (org/name, org/name@revision, org/name:file.gguf or org/name:Q4_K_M)"
         )
-    return HubModel(match["repo"], match["revision"], match["file"])
+    quant = match["quant"]
+    if quant is None and match["file"] is None and "gguf" in match["repo"].lower():
+        quant = ""
+    return HubModel(match["repo"], match["revision"], match["file"], quant)
+
+
+def _hub_prefix(model: str) -> str:
+    match = HUB_PREFIX.match(model)
+    return match[0] if match else ""
 
 
 def served_name(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,10 +18,11 @@ from systems.cluster_secret import SECRET
 from systems.eventually import LIMIT_S
 
 from pdserve.cli.commands import COMMANDS
-from pdserve.cli.main import parse_command
+from pdserve.cli.main import main, parse_command
 from pdserve.cli.options import OptionError
+from pdserve.cli.ps import running
 from pdserve.cli.up.command import System
-from pdserve.cli.up.folders import PREFIX, data_dir, run_dir
+from pdserve.cli.up.folders import PREFIX, STATE_FILE, data_dir, run_dir
 from pdserve.cli.up.supervisor import Child, StartError, Supervisor
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.common.auth.certificates import role_in
@@ -108,6 +110,28 @@ def test_every_child_gets_its_arguments(tmp_path: Path, capsys: pytest.CaptureFi
     assert "KV pool of 1000 tokens" in said.err
     assert said.err.rstrip().endswith("stopped")
     assert "router: loading" not in said.err
+
+
+def test_ps_lists_running_systems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[list[str]] = []
+
+    def list_them(supervisor: Watched) -> bool:
+        if not listed:
+            dead = tmp_path / f"{PREFIX}dead"
+            dead.mkdir()
+            (dead / STATE_FILE).write_text('{"pid": 1, "started": 0, "url": "", "models": []}')
+            monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+            assert main(["ps"]) == 0
+            listed.extend(line.split() for line in capsys.readouterr().out.splitlines())
+            shutil.rmtree(dead)
+        return True
+
+    serve(tmp_path, then=list_them)
+    lines = listed[listed.index(["pid", "url", "models", "for"]) + 1 :]
+    assert [line[:3] for line in lines] == [[str(os.getpid()), "http://127.0.0.1:0", "fake"]]
+    assert running(tmp_path) == []
 
 
 def test_several_gateway_processes_share_sockets_and_limits(

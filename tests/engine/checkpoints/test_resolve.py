@@ -12,6 +12,7 @@ from pdserve.engine.api import default_model
 from pdserve.engine.checkpoints import CheckpointError, HubModel
 from pdserve.engine.checkpoints import resolve as hub_module
 from pdserve.engine.checkpoints import resolve as resolve_module
+from pdserve.engine.checkpoints.quantization_tags import choose_file
 from pdserve.engine.checkpoints.resolve import download, find, resolve, served_name
 
 REPO = "some-org/Tiny.Llama_1"
@@ -136,6 +137,38 @@ def test_one_gguf_file_of_an_id(
             download(HubModel(REPO, None, "other.gguf"), quiet, cache)
 
 
+def test_a_tag_selects_a_gguf_file(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    for name in ("tiny-Q4_K_M.gguf", "tiny-q8_0.gguf", "mmproj-Q4_K_M.gguf"):
+        (repository / name).write_bytes(name.encode())
+    with fake_hub.serve({"org/Tiny-GGUF": repository}) as (endpoint, hub):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+        for tag, file in (("", "tiny-Q4_K_M.gguf"), (":Q8_0", "tiny-q8_0.gguf")):
+            found = resolve(f"org/Tiny-GGUF{tag}", quiet)
+            assert (found.path.name, found.name) == (file, "org/Tiny-GGUF")
+        assert hub.fetched() == {"tiny-Q4_K_M.gguf", "tiny-q8_0.gguf"}
+        with pytest.raises(CheckpointError, match=r"tag Q2_K; it has .*Q4_K_M"):
+            resolve("org/Tiny-GGUF:Q2_K", quiet)
+    assert resolve("org/Tiny-GGUF:q4_k_m", quiet).path.name == "tiny-Q4_K_M.gguf"  # in the cache
+
+
+def test_without_a_tag_four_bits_are_preferred(subtests: pytest.Subtests) -> None:
+    for names, tag, wanted in (
+        (["m-F16.gguf", "m-Q8_0.gguf", "m-Q4_0.gguf"], "", "m-Q4_0.gguf"),
+        (["m-UD-Q4_K_M.gguf", "m-Q4_0.gguf"], "latest", "m-UD-Q4_K_M.gguf"),
+        (["m-Q2_K.gguf", "imatrix.gguf", "m-IQ2_M.gguf"], "", "m-IQ2_M.gguf"),
+        (["Q6_K/m-Q6_K-00002-of-00002.gguf", "Q6_K/m-Q6_K-00001-of-00002.gguf"], "q6_k", None),
+        (["model.gguf"], "", "model.gguf"),
+    ):
+        with subtests.test(names):
+            assert choose_file(names, tag, "org/m") == (wanted or names[1])
+    with pytest.raises(CheckpointError, match="org/m has no GGUF file"):
+        choose_file(["mmproj-F16.gguf"], "", "org/m")
+
+
 def test_revision(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = "tiny-F16.gguf"
     with fake_hub.serve({REPO: repository}, revisions=("main", "v2")) as (endpoint, hub):
@@ -166,6 +199,10 @@ def test_an_unknown_repository_and_an_unreachable_hub(
         ("org/name@refs/pr/4", HubModel("org/name", "refs/pr/4")),
         ("org/name:a-Q4_0.gguf", HubModel("org/name", None, "a-Q4_0.gguf")),
         ("org/name@v1:sub/a.gguf", HubModel("org/name", "v1", "sub/a.gguf")),
+        ("org/name:Q4_K_M", HubModel("org/name", quant="Q4_K_M")),
+        ("hf.co/org/name@v1:q8_0", HubModel("org/name", "v1", quant="q8_0")),
+        ("https://huggingface.co/org/name:sub/a.gguf", HubModel("org/name", None, "sub/a.gguf")),
+        ("hf://org/name", HubModel("org/name")),
     ],
 )
 def test_shapes_of_ids(

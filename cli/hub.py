@@ -1,0 +1,119 @@
+"""`pdserve pull`, `pdserve ls` and `pdserve rm`: the models on this machine, which are those in the
+cache of huggingface-hub and the one that ships with pdserve.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+
+from pdserve.cli.options import CommandError, Settings
+from pdserve.cli.table import table
+
+SIZE_UNITS = ("B", "KB", "MB", "GB", "TB")
+WEIGHTS = (".gguf", ".safetensors")
+
+
+def pull(settings: Settings, positionals: Mapping[str, str]) -> int:
+    """Download a model, unless the cache has it, and print its path; return the exit code. Raises
+    CommandError if it cannot be downloaded."""
+    from pdserve.cli.progress import progress_on
+    from pdserve.engine.checkpoints import CheckpointError, HubModel, find
+    from pdserve.engine.checkpoints.resolve import download
+
+    view = progress_on(sys.stderr)
+    try:
+        location = find(positionals["model"])
+        path = download(location, view.update) if isinstance(location, HubModel) else location
+    except CheckpointError as error:
+        raise CommandError(str(error)) from None
+    finally:
+        view.close()
+    print(path)
+    return 0
+
+
+def ls(settings: Settings, positionals: Mapping[str, str]) -> int:
+    """Print a table of the models on this machine; return the exit code."""
+    print(table(("model", "size", "changed"), list(_rows())), end="")
+    return 0
+
+
+def _rows() -> Iterator[tuple[str, str, str]]:
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    from pdserve.engine.checkpoints import CheckpointError
+    from pdserve.engine.checkpoints.resolve import served_name, shipped_model
+
+    try:
+        path = shipped_model()
+        name = f"{served_name(path)} (ships with pdserve)"
+        yield name, _size(path.stat().st_size), _day(path.stat().st_mtime)
+    except CheckpointError:
+        pass  # it is not installed
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:  # nothing was ever downloaded
+        return
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        if repo.repo_type != "model":
+            continue
+        files = {file.file_path.name: file for r in repo.revisions for file in r.files}
+        if not any(name.endswith(WEIGHTS) for name in files):
+            continue
+        for name, file in sorted(files.items()):
+            if name.endswith(".gguf"):
+                yield (
+                    f"{repo.repo_id}:{name}",
+                    _size(file.size_on_disk),
+                    _day(file.blob_last_modified),
+                )
+        if not any(name.endswith(".gguf") for name in files):
+            yield repo.repo_id, _size(repo.size_on_disk), _day(repo.last_modified)
+
+
+def rm(settings: Settings, positionals: Mapping[str, str]) -> int:
+    """Remove all files of a repository from the cache, and print how much that frees; return the
+    exit code. Raises CommandError if the cache does not have it."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    from pdserve.engine.checkpoints import CheckpointError, HubModel, find
+
+    try:
+        model = find(positionals["model"])
+    except CheckpointError as error:
+        raise CommandError(str(error)) from None
+    if not isinstance(model, HubModel):
+        raise CommandError(
+            f"{model} is not in the cache of huggingface-hub; remove the file itself"
+        )
+    if model.file or model.quant or model.revision:  # an empty `quant` is no tag
+        raise CommandError(
+            f"all files of a repository are removed together: `pdserve rm {model.repo}`"
+        )
+    try:
+        cache = scan_cache_dir()
+    except CacheNotFound:
+        cache = None
+    repos = [
+        repo
+        for repo in (cache.repos if cache else ())
+        if repo.repo_type == "model" and repo.repo_id == model.repo
+    ]
+    if cache is None or not repos:
+        raise CommandError(f"{model.repo} is not in the cache; `pdserve ls` lists what is")
+    strategy = cache.delete_revisions(*(r.commit_hash for repo in repos for r in repo.revisions))
+    strategy.execute()
+    print(f"removed {model.repo}: {_size(strategy.expected_freed_size)}")
+    return 0
+
+
+def _size(num_bytes: float) -> str:
+    for unit in SIZE_UNITS[:-1]:
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} {SIZE_UNITS[-1]}"
+
+
+def _day(timestamp: float) -> str:
+    return datetime.fromtimestamp(timestamp).strftime("%Y-%m-%d")

@@ -1,0 +1,84 @@
+"""`pdserve run`: answers, and a system that ends with the command, however that ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from builders.tiny_models import shipped_model
+from systems.eventually import LIMIT_S
+
+from pdserve.cli.main import main
+
+SMALL = ("--prefill", "0", "--threads", "1", "--kv-tokens", "2048", "--chunk-size", "128")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*words: str) -> "subprocess.Popen[str]":
+        made = subprocess.Popen(
+            [sys.executable, "-m", "pdserve.cli.main", *words, *SMALL],
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(made)
+        return made
+
+    yield start
+    for made in started:
+        with made:
+            made.kill()
+
+
+def test_questions_are_answered_and_nothing_is_left(
+    run: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+) -> None:
+    words = ("--prompts", "Say one. | Say two.", "--temperature", "0", "--max-tokens", "4")
+    command = run("run", *words)
+    out, _ = command.communicate(timeout=LIMIT_S)
+    assert command.returncode == 0
+    first, second = out.split("> Say two.\n")
+    assert first.startswith("> Say one.\n")
+    assert first.removeprefix("> Say one.\n").strip()
+    assert second.strip()
+    assert list(tmp_path.glob("pdserve*")) == []
+
+
+def test_the_system_ends_with_a_killed_command(
+    run: Callable[..., "subprocess.Popen[str]"],
+) -> None:
+    command = run(
+        "chat", "-m", str(shipped_model()), "--max-tokens", "4"
+    )  # `chat` that loads a model is `run`
+    assert command.stdin
+    assert command.stdout
+    command.stdin.write("Say one.\n")
+    command.stdin.flush()
+    assert command.stdout.readline().strip()
+    children = psutil.Process(command.pid).children(recursive=True)
+    assert len(children) >= 4
+    command.send_signal(signal.SIGKILL)
+    assert psutil.wait_procs(children, timeout=LIMIT_S)[1] == []
+
+
+def test_a_model_that_cannot_be_loaded(
+    run: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+) -> None:
+    command = run("run", "nowhere", "hello")
+    out, _ = command.communicate(timeout=LIMIT_S)
+    assert (command.returncode, out) == (1, "")
+    assert list(tmp_path.glob("pdserve*")) == []
+
+
+def test_help_names_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    assert capsys.readouterr().out.startswith("usage: pdserve run [model] [prompt ...] [options]")
