@@ -10,6 +10,10 @@ export class MessageView {
   #cost = 0;
   #timer = null;
   #shown = {}; // what each part shows now
+  #again = () => {
+    this.#shown.thought = this.#shown.text = undefined;
+    this.draw();
+  };
 
   /** `actions`: edit(text), regenerate(), results(). */
   constructor(message, actions) {
@@ -113,7 +117,7 @@ export class MessageView {
     if (this.#shown[name] === text) return;
     this.#shown[name] = text;
     const place = this[name];
-    const made = [...rendered(text).childNodes];
+    const made = [...rendered(text, this.#again).childNodes];
     let same = 0;
     while (same < made.length && same < place.childNodes.length && made[same].isEqualNode(place.childNodes[same])) same++;
     while (place.childNodes.length > same) place.lastChild.remove();
