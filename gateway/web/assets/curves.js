@@ -3,6 +3,7 @@
 import { h, svg } from "./dom.js";
 
 const SPAN_MS = 5 * 60 * 1000;
+const LEAST_MS = 60 * 1000; // of the width, while the page is new
 const GAP_MS = 5000; // a longer silence interrupts the curve
 const WIDTH = 300; // of the drawing, in its own units
 const HEIGHT = 50;
@@ -28,7 +29,8 @@ export class Curve {
     while (this.#points[0].at < at - SPAN_MS) this.#points.shift();
     const highest = Math.max(...this.#points.map((one) => one.value));
     const top = this.most ?? Math.max(1, highest);
-    const x = (one) => (WIDTH * (1 - (at - one.at) / SPAN_MS)).toFixed(1);
+    const span = Math.max(LEAST_MS, at - this.#points[0].at);
+    const x = (one) => (WIDTH * (1 - (at - one.at) / span)).toFixed(1);
     const y = (one) => (HEIGHT - 2 - (HEIGHT - 4) * Math.min(1, one.value / top)).toFixed(1);
     let line = "";
     let area = "";

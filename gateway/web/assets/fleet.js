@@ -15,7 +15,7 @@ const curves = {
   rate: new Curve("Tokens/s", (value) => count(Math.round(value))),
   running: new Curve("Running", (value) => count(value)),
   waiting: new Curve("Waiting", (value) => count(value)),
-  held: new Curve("KV blocks held", (value) => `${value.toFixed(0)} %`, 100),
+  held: new Curve("KV held", (value) => `${value.toFixed(0)} %`, 100),
 };
 let isFirst = true;
 

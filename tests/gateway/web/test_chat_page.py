@@ -44,25 +44,31 @@ ATTACKS = [  # besides HOSTILE; each has the word "end"
     r"end $$\text{<img src=x onerror=window.hacked=27>}$$",
     r"end $\def\a{\a\a}\a$",
     r"end $\rule{99999em}{99999em}$",
-    '<span data-math="block" data-tex="\\href{javascript:window.hacked=28}{x}">end</span>',
-    '<math><annotation-xml encoding="text/html"><img src=x onerror=window.hacked=29>end</math>',
+    '<span data-math="block" data-tex="\\href{javascript:window.hacked=28}{end}">x</span>',
+    'end <math><annotation-xml encoding="text/html"><img src=x onerror=window.hacked=29></math>',
     '<a href="https://example.org" target="_self" ping="https://tracker.invalid">end</a>',
     "end [x](//tracker.invalid) [x](/fleet) [x](vbscript:x) [x]( javascript:window.hacked=30)",
     '<a href="java&#10;script:window.hacked=31" background="https://tracker.invalid">end</a>',
 ]
 # what an answer may have, other than in drawn formulas and the heads of code blocks
-TAGS = "a b blockquote br code del div em h1 h2 h3 h4 h5 h6 hr i kbd li ol p pre s span strong sub sup"
+TAGS = (
+    "a b blockquote br code del div em h1 h2 h3 h4 h5 h6 hr i kbd li ol p pre s span strong sub sup"
+)
 TABLE_TAGS = "table tbody td th thead tr ul"
-ATTRIBUTES = "align aria-label class data-lang data-math data-tex href rel role start tabindex target"
+ATTRIBUTES = (
+    "align aria-label class data-lang data-math data-tex href rel role start tabindex target"
+)
+LOADED = """Promise.all(
+  ["highlight.min.js", "katex.min.js"].map((library) => import(`/web/${library}`))
+).then(() => new Promise((resolve) => setTimeout(resolve)))"""
 DRAWN = """async (text) => {
   const { rendered } = await import("/web/markdown.js");
   const place = document.querySelector("#messages");
   place.className = "markdown";
   const draw = () => place.replaceChildren(rendered(text, draw));
   draw();
-  for (const library of ["highlight.min.js", "katex.min.js"]) await import(`/web/${library}`);
-  await new Promise((resolve) => setTimeout(resolve));
-}"""  # draw Markdown, once more when its libraries are there
+  await (LOADED);
+}""".replace("LOADED", LOADED)  # draw Markdown, once more when its libraries are there
 OFFLINE = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
 TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
 
@@ -291,6 +297,7 @@ def test_hostile_markdown_does_nothing(page: Browser) -> None:
     send(page, "hostile")
     text = answered(page)
     assert "the end" in text
+    page.run(LOADED)  # the answer is drawn once more
     assert page.run("window.hacked") is None
     answer = f"document.querySelector('{LAST} .answer')"
     kept = f"[...{answer}.querySelectorAll('{BAD}')].filter((e) => !e.closest('.code-head'))"
@@ -369,7 +376,7 @@ def test_libraries_are_loaded_when_they_are_needed(page: Browser, gateway: str) 
     assert libraries() == set()
     send(page, "sample")
     answered(page, 2)
-    page.wait(f"document.querySelector('{LAST} .hljs-string')")  # drawn again by itself
+    page.wait(f"document.querySelector('{LAST} .hljs-string') !== null")  # drawn again by itself
     assert libraries() == {"highlight.min.js"}
 
 
@@ -380,7 +387,7 @@ def test_hostile_text_leaves_only_harmless_elements(page: Browser) -> None:
       const all = [...document.querySelectorAll("#messages *")];
       return all.filter((one) => !one.closest(".code-head, math")).flatMap((one) => [
         ...(tags.includes(one.localName) ? [] : [one.outerHTML]),
-        ...[...one.attributes].map(({{ name }}) => name).filter((name) => !attributes.includes(name)),
+        ...one.getAttributeNames().filter((name) => !attributes.includes(name)),
       ]);
     }})()"""
     in_formulas = """[...document.querySelectorAll(
@@ -588,12 +595,13 @@ def test_everything_is_usable_on_a_phone(page: Browser) -> None:
 def test_every_control_has_keyboard_access_and_visible_focus(page: Browser) -> None:
     page.run("document.querySelector('#skip').focus()")
     seen = ["skip"]
-    for _ in range(9):
+    for _ in range(13):
         page.press("Tab")
         seen.append(page.run("document.activeElement.id || document.activeElement.className"))
         style = page.run("getComputedStyle(document.activeElement).outlineStyle")
         assert style != "none" or seen[-1] == "prompt"
-    order = ["skip", "brand", "new", "model", "open-settings", "scroll", "prompt", "send"]
+    names = "skip brand new search model open-export open-settings scroll attach prompt send"
+    order = names.split()
     assert [name for name in seen if name in order][: len(order)] == order
 
 
