@@ -8,8 +8,8 @@ The pages are plain HTML, CSS and ES modules, with no build step. Markdown is pa
 0.19.1. All are of npm; the first two are without their last line, which names a source map. Their
 licences (MIT; Apache-2.0 or MPL-2.0; BSD-3-Clause; MIT) are in the same folder. The pages load
 nothing from other hosts and run only scripts that are files of this server; they contain no secret,
-so they need no key. The fleet page shows each client all workers, as /metrics does, but only the requests
-made with the client's API key.
+so they need no key. The fleet page shows each client all workers, as /metrics does, but only the
+requests made with the client's API key.
 """
 
 import asyncio
