@@ -10,7 +10,7 @@ const INLINE = /^(?:\\\(([^]{1,2000}?)\\\)|\$(?![\s$])((?:\\[^\n]|[^\\$\n]){1,50
 const BLOCK = new RegExp(`^ {0,3}(?:${DISPLAY.source.slice(1)})[ \\t]*(?:\\n|$)`);
 const BLOCK_START = /\n {0,3}(?:\$\$|\\\[)/;
 const INLINE_START = /\$|\\[[(]/;
-const RULES = { displayMode: false, output: "mathml", throwOnError: true, trust: false, strict: "ignore", maxSize: 20, maxExpand: 1000 };
+const RULES = { output: "mathml", throwOnError: true, trust: false, strict: "ignore", maxSize: 20, maxExpand: 1000 };
 
 const katex = library(async () => {
   await import("./katex.min.js"); // a classic script: it defines a global

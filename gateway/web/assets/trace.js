@@ -91,17 +91,17 @@ function picture(phases, { time_to_first_token_ms: first, total_ms: total }, wid
       svg("text", { class: "lane-time", x: 0, y: middle(lane) + 14 }, time(took / 1000)));
   }
   if (hasRest) made.append(svg("line", { class: "turn", x1: x(until), x2: x(until), y1: 0, y2: height - 20 }));
-  phases.forEach(({ lane, color, label, start, took }, at) => {
-    const before = phases[at - 1];
-    if (before && before.lane !== lane) made.append(arrow(x(start), middle(before.lane), middle(lane)));
-    if (!took) return;
+  let before = null;
+  for (const { lane, color, label, start, took } of phases.filter((phase) => phase.took > 0)) {
+    if (before && before !== lane) made.append(arrow(x(start), middle(before), middle(lane)));
+    before = lane;
     const bar = svg("rect", { class: color, x: x(start), y: middle(lane) - BAR_PX / 2, width: Math.max(LEAST_PX, x(start + took) - x(start)), height: BAR_PX, rx: 3 });
     bar.append(svg("title", {}, `${label}: ${time(took / 1000)}`));
     made.append(bar);
-  });
+  }
   const mark = (at, anchor, text) => svg("text", { class: "lane-time", x: at, y: height - 4, "text-anchor": anchor }, text);
   made.append(mark(NAMES_PX, "start", "0"));
-  if (hasRest) made.append(mark(x(until), "middle", `first token ${time(until / 1000)}`));
+  if (hasRest) made.append(mark(x(until), "end", `first token ${time(until / 1000)}`));
   if (hasRest || first === null) made.append(mark(width, "end", time(total / 1000)));
   return made;
 }
