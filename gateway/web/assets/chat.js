@@ -43,8 +43,9 @@ const meter = new TokenMeter();
 addExport(() => current, () => store.all());
 
 store.onchange = async (id) => {
-  const found = id === current.id && going?.conversation !== current ? await store.get(id) : null;
-  if (!found || document.querySelector(".edit")) return showList();
+  const found = await store.get(id);
+  const isMine = going?.conversation === current || document.querySelector(".edit"); // kept as it is here
+  if (!found || id !== current.id || isMine) return showList();
   current = found;
   settings.show(current.options);
   showMessages(followsEnd);
