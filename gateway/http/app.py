@@ -281,14 +281,15 @@ def create_app(
             f"--root-path: {root_path!r} must start with / and have only letters, digits and /._~-"
         )
     app = routes or create_routes(apis, service, readiness)
-    add_docs(app, apis, root_path, keys.required)
+    docs_paths = add_docs(app, apis, root_path, keys.required)
     paths = [path for api in apis for path in api.paths]
     paths += [route.path for route in app.routes if isinstance(route, Route)]
     if root_path and any(f"{path}/".startswith(f"{root_path}/") for path in paths):
         raise ValueError(
             f"--root-path: {root_path} is a prefix of the server's own routes; choose another"
         )
-    open_routes = [*PROBES, *open_paths, *(["/metrics"] if open_metrics else [])]
+    metrics_paths = ["/metrics"] if open_metrics else []
+    open_routes = [*PROBES, *docs_paths, *open_paths, *metrics_paths]
     guard = _normalize(Guard(app, keys, open_routes, apis, local, allowed_origins), root_path)
     if not allowed_origins:
         return guard

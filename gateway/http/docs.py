@@ -3,16 +3,19 @@
 A route is described where it is added: `@app.post(path, **describe(Body, response=Answer))`. The
 error responses are added in this module, in the format of the API to which the path belongs.
 
-The page is Swagger UI (swagger-ui-dist 5.35.0 of npm, Apache-2.0; its licence files are in the same
-folder). It loads nothing from other hosts.
+The page is Swagger UI (swagger-ui-dist 5.35.0 of npm, Apache-2.0; its licence files are in the
+folder of assets) below a field for the API key, without which it does not load the document. The
+page has no secret, so it needs no key. It loads nothing from other hosts.
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from importlib.metadata import version
 from importlib.resources import files
-from typing import Any
+from importlib.resources.abc import Traversable
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
@@ -37,27 +40,12 @@ _EVENT = {  # before OpenAPI 3.2, a stream's schema is that of each event
 }
 Model = type[BaseModel]
 DOCUMENT = "/openapi.json"
+PAGE = "/docs"
 FOLDER = "/docs/"  # here the page's links, which begin with docs/, would not resolve
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>pdserve</title>
-<link rel="icon" href="data:,">
-<link rel="stylesheet" href="docs/swagger-ui.css">
-</head>
-<body>
-<div id="api"></div>
-<script src="docs/swagger-ui-bundle.js"></script>
-<script src="docs/start.js"></script>
-</body>
-</html>
-"""
-START = """window.ui = SwaggerUIBundle({
-  url: "openapi.json", dom_id: "#api", deepLinking: true, validatorUrl: null
-});
-"""
-KINDS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
+ASSETS = files("pdserve.gateway.http") / "assets"
+KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+FILES = ("page.css", "start.js")  # below FOLDER
+VENDORED = ("swagger-ui-bundle.js", "swagger-ui.css")  # stored in gzip form
 SAFE = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -67,7 +55,40 @@ SAFE = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
+FRESH = {"cache-control": "no-cache"}
 DAY = {"cache-control": "private, max-age=86400"}
+
+
+class Group(NamedTuple):
+    """Routes that the page shows together: those at the paths and below them."""
+
+    name: str
+    description: str
+    paths: tuple[str, ...]
+
+
+GROUPS = (
+    Group(
+        "Chat and completions",
+        "OpenAI's API: the next message of a conversation, or the continuation of a text.",
+        ("/v1/chat/completions", "/v1/completions"),
+    ),
+    Group("Responses", "OpenAI's API of conversations that the server stores.", ("/v1/responses",)),
+    Group("Messages", "Anthropic's API.", ("/v1/messages",)),
+    Group("Ollama", "Ollama's API.", ("/api",)),
+    Group(
+        "Embeddings and scores",
+        "Vectors of texts, and how well texts answer a query.",
+        ("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"),
+    ),
+    Group("Files and batches", "Many requests at once.", ("/v1/files", "/v1/batches")),
+    Group(
+        "Models and tokens",
+        "The served models, and their tokenizers and chat templates.",
+        ("/v1/models", "/tokenize", "/detokenize", "/tokenizer_info", "/apply-template"),
+    ),
+)
+SERVER = Group("Server", "Health, metrics, usage, and what the server does now.", ())  # the rest
 
 
 class ResponseModel(BaseModel):
@@ -146,6 +167,8 @@ def document(app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool) 
         api = api_of(apis, path)
         for operation in operations.values():
             _add(models, operation.pop(_MODELS, {}))
+            operation["tags"] = [_group(path).name]
+            operation["summary"] = _first_sentence(operation.get("description", path))
             error = {"content": {"application/json": {"schema": _ref(api.error_model, models)}}}
             answers = operation["responses"]
             answers.pop("422", None)  # FastAPI's 422, which no route here returns
@@ -153,12 +176,25 @@ def document(app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool) 
             statuses = {*HTTP_STATUS.values(), *SHELL_ERRORS, *body_errors} - {CLIENT_LEFT}
             for status in (api.statuses.get(status, status) for status in sorted(statuses)):
                 answers.setdefault(str(status), {"description": _phrase(status), **error})
+    page["tags"] = [{"name": g.name, "description": g.description} for g in (*GROUPS, SERVER)]
     for unused in ("HTTPValidationError", "ValidationError"):
         models.pop(unused, None)
     if keys:
         page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         page["security"] = [{"key": []}]
     return page
+
+
+def _group(path: str) -> Group:
+    def has(group: Group) -> bool:
+        return any(f"{path}/".startswith(f"{beginning}/") for beginning in group.paths)
+
+    return next(filter(has, GROUPS), SERVER)
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first sentence of a description on one line, without its full stop."""
+    return re.split(r"[.;:](?:\s|$)", text)[0].replace("\n", " ")
 
 
 def _phrase(status: int) -> str:
@@ -183,9 +219,10 @@ def _ref(model: Model, models: dict[str, Any]) -> dict[str, Any]:
     return {"$ref": _REF.format(model=model.__name__)}
 
 
-def add_docs(app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool) -> None:
-    """Add the routes /openapi.json and /docs. Call it after all other routes are added. The
-    document is made at its first request."""
+def add_docs(app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool) -> list[str]:
+    """Add the routes /openapi.json and /docs, and those of the page's files. Call it after all
+    other routes are added. The document is made at its first request. Returns the paths that need
+    no key."""
     cached: list[bytes] = []
 
     def make() -> bytes:
@@ -198,29 +235,29 @@ def add_docs(app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool) 
         page = cached[0] if cached else await asyncio.to_thread(make)
         return Response(page, media_type="application/json")
 
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        return Response(PAGE, media_type="text/html", headers=SAFE)
-
     @app.get(FOLDER, include_in_schema=False)
     async def folder() -> Response:
         return Response(status_code=307, headers={"location": "../docs"})
 
-    @app.get("/docs/start.js", include_in_schema=False)
-    async def start() -> Response:
-        return Response(START, media_type="text/javascript", headers=SAFE | DAY)
+    packed = {**DAY, "content-encoding": "gzip"}  # every browser accepts gzip
+    handlers = {PAGE: _asset(ASSETS / "docs.html", ".html", FRESH)}
+    for name in FILES:
+        handlers[FOLDER + name] = _asset(ASSETS / name, _ending(name), FRESH)
+    for name in VENDORED:
+        handlers[FOLDER + name] = _asset(ASSETS / f"{name}.gz", _ending(name), packed)
+    for path, handler in handlers.items():
+        app.get(path, include_in_schema=False)(handler)
+    return [FOLDER, *handlers]
 
-    for name, kind in KINDS.items():
-        app.get(f"/docs/{name}", include_in_schema=False)(_asset(name, kind))
+
+def _ending(name: str) -> str:
+    return name[name.rindex(".") :]
 
 
-def _asset(name: str, kind: str) -> Callable[[], Response]:
-    """Return the handler of a documentation file, which is stored and sent in gzip form, since
-    every browser accepts gzip."""
-    file = files("pdserve.gateway.http") / "assets" / f"{name}.gz"
-    headers = {**SAFE, **DAY, "content-encoding": "gzip"}
+def _asset(file: Traversable, ending: str, headers: dict[str, str]) -> Callable[[], Response]:
+    """Return the handler of a file of the page."""
 
     def asset() -> Response:  # FastAPI runs it on a thread: it reads a file
-        return Response(file.read_bytes(), media_type=kind, headers=headers)
+        return Response(file.read_bytes(), media_type=KINDS[ending], headers={**SAFE, **headers})
 
     return asset

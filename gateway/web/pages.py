@@ -3,11 +3,13 @@ they load. Also GET /fleet/state, which returns the workers as the router sees t
 of one client.
 
 The pages are plain HTML, CSS and ES modules, with no build step. Markdown is parsed by marked
-18.2.1 and sanitized by DOMPurify 3.4.18, both of npm, without their last line, which names a source
-map (MIT; Apache-2.0 or MPL-2.0; their licence files are in the same folder). The pages load nothing
-from other hosts and run only scripts that are files of this server; they contain no secret, so they
-need no key. The fleet page shows each client all workers, as /metrics does, but only the requests
-made with the client's API key.
+18.2.1 and sanitized by DOMPurify 3.4.18, code is colored by highlight.js 11.12.0
+(@highlightjs/cdn-assets, its common languages) and formulas are converted to MathML by KaTeX
+0.19.1. All are of npm; the first two are without their last line, which names a source map. Their
+licences (MIT; Apache-2.0 or MPL-2.0; BSD-3-Clause; MIT) are in the same folder. The pages load
+nothing from other hosts and run only scripts that are files of this server; they contain no secret,
+so they need no key. The fleet page shows each client all workers, as /metrics does, but only the
+requests made with the client's API key.
 """
 
 import asyncio

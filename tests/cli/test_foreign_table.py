@@ -17,11 +17,6 @@ from pdserve.cli.main import main
 PEERS = yaml.safe_load(Path(__file__).with_name("foreign_names.yaml").read_text())
 OPTIONS = [o for command in COMMANDS.values() for s in command.sections() for o in s.options]
 OWN = {o.flag for o in OPTIONS} | {"--config", "--help", "-h", "--version"}
-# Options of the gateway that are not merged yet
-MERGING = {
-    *("--chat-template", "--generation-config", "--override-generation-config", "--thinking"),
-    "--admin-api-key",
-}
 
 
 def test_every_name_of_the_other_servers_is_known(subtests: pytest.Subtests) -> None:
@@ -37,7 +32,7 @@ def is_known(name: str) -> bool:
     if name[0].islower():  # section.key of a configuration file
         section, key = name.split(".")
         return bool(find_entry(section)) and is_known("--" + key.replace("_", "-"))
-    return name in OWN | MERGING or find_entry(name) is not None
+    return name in OWN or find_entry(name) is not None
 
 
 def test_commands_of_ollama_are_known() -> None:
@@ -48,7 +43,7 @@ def test_commands_of_ollama_are_known() -> None:
 
 
 def test_entries_name_options_that_exist() -> None:
-    flags = OWN | MERGING | {o.flag.replace("--", "--no-", 1) for o in OPTIONS}
+    flags = OWN | {o.flag.replace("--", "--no-", 1) for o in OPTIONS}
     for entry in TABLE:
         if isinstance(entry, Renamed):
             assert entry.flag in flags | {""}, entry

@@ -70,6 +70,7 @@ def take_fleet(page: Browser, fleet: Fleet, folder: Path) -> None:
     for thread in load:
         thread.start()
     page.wait("document.querySelectorAll('#open tbody tr').length >= 3")
+    page.wait("document.querySelector('.curve-line').getAttribute('d').split('L').length > 15")
     take(page, folder, "fleet", TALL)
     for thread in load:
         thread.join()

@@ -5,11 +5,15 @@
 
 import { answer } from "./answer.js";
 import { ApiError, key, request, setKey } from "./api.js";
+import { Attachments } from "./attachments.js";
 import { announce, ask, byId, h, warn } from "./dom.js";
+import { addExport } from "./export_dialog.js";
 import { MessageView } from "./message_view.js";
 import { NO_OPTIONS, Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { keep, kept, Store } from "./store.js";
+import { TokenMeter } from "./token_meter.js";
+import { userText } from "./user_text.js";
 
 const SAVE_MS = 1000; // an answer that is on its way
 const RETRY_MS = 3000; // while there is no model
@@ -23,7 +27,7 @@ let going = null; // {conversation, message, stop}
 let views = [];
 let followsEnd = true;
 
-let recommended = {}; // sampling, by model; null before the model's first answer
+let models = new Map(); // those that generate text, as /v1/models describes them, by name
 
 const settings = new Settings(
   (options) => {
@@ -34,6 +38,20 @@ const settings = new Settings(
   () => loadModels(),
 );
 const sidebar = new Sidebar({ choose, begin, rename, remove });
+const attachments = new Attachments(countDraft);
+const meter = new TokenMeter();
+addExport(() => current, () => store.all());
+
+store.onchange = async (id) => {
+  const found = await store.get(id);
+  const isMine = going?.conversation === current || document.querySelector(".edit"); // kept as it is here
+  if (!found || id !== current.id || isMine) return showList();
+  current = found;
+  settings.show(current.options);
+  showMessages(followsEnd);
+  showState();
+  return showList();
+};
 
 function fresh() {
   return { id: newId(), title: "", named: false, updated: Date.now(), model: kept("model", ""), options: { ...NO_OPTIONS, ...kept("options", {}) }, messages: [] };
@@ -62,8 +80,7 @@ function show(conversation) {
   current = conversation;
   keep("current", conversation.id);
   settings.show(conversation.options);
-  if ([...picker.options].some((one) => one.value === conversation.model)) picker.value = conversation.model;
-  settings.recommend(recommended[picker.value]);
+  if (models.has(conversation.model)) picker.value = conversation.model;
   showMessages();
   showState();
   return showList();
@@ -106,16 +123,16 @@ async function remove(id) {
 
 // --- what is shown
 
-function showMessages() {
+function showMessages(follows = true) {
   views = current.messages.map((message, place) => view(message, place));
   byId("messages").replaceChildren(...views.map((one) => one.element));
-  followsEnd = true;
+  followsEnd = follows;
   toEnd();
 }
 
 function view(message, place) {
   const made = new MessageView(message, {
-    edit: (text) => isReady() && send(text, place),
+    edit: (text) => isReady() && send(text, message.files, place),
     regenerate: () => isReady() && askAgain(place),
     results: () => isReady() && sendResults(message),
     wantsResults: () => message.finish === "tool_calls" && place === current.messages.length - 1,
@@ -127,7 +144,15 @@ function view(message, place) {
 
 function showState() {
   const isGoing = going !== null;
+  const model = models.get(picker.value);
+  const chats = !model || isForChat(model);
   byId("welcome").hidden = current.messages.length > 0;
+  byId("welcome-title").textContent = chats ? "What can I help with?" : "How does your text begin?";
+  byId("no-chat").hidden = chats;
+  byId("no-chat").textContent = chats ? "" : `${model.id} has no chat template, so it cannot chat. It continues your text instead; the system message and tools do not count.`;
+  field.placeholder = chats ? "Message" : "Text to continue";
+  settings.recommend(model?.default_sampling_params);
+  meter.show(current, model);
   if (!isGoing && document.activeElement === byId("stop")) field.focus(); // it is about to go
   byId("stop").hidden = !isGoing;
   byId("send").hidden = isGoing;
@@ -165,10 +190,11 @@ function isReady() {
 }
 
 /** A new message at the end, or at `place` instead of what is there and follows. */
-async function send(text, place = current.messages.length) {
+async function send(text, files, place = current.messages.length) {
   await stop();
-  current.messages.splice(place, Infinity, { role: "user", content: text });
-  if (!current.named) current.title = current.messages[0].content.split("\n")[0].slice(0, 60);
+  current.messages.splice(place, Infinity, { role: "user", content: text, ...(files?.length && { files }) });
+  const [first] = current.messages;
+  if (!current.named) current.title = (first.content || first.files[0].name).split("\n")[0].slice(0, 60);
   await respond();
 }
 
@@ -207,9 +233,10 @@ async function respond() {
   await showList();
   announce("The model is answering.");
   let saved = performance.now();
+  const model = models.get(conversation.model);
   const shown = () => (current === conversation ? views.find((one) => one.message === message) : null);
   try {
-    await answer(conversation, before, message, controller.signal, () => {
+    await answer(conversation, before, message, isForChat(model), controller.signal, () => {
       shown()?.grow();
       if (performance.now() - saved < SAVE_MS) return;
       saved = performance.now();
@@ -231,7 +258,7 @@ async function respond() {
   const its = shown();
   if (its) its.going = false;
   showState();
-  if (recommended[conversation.model] === null) loadModels();
+  if (model.default_sampling_params === null) loadModels(); // they are known from the first answer on
   await save(conversation);
   ended();
 }
@@ -272,16 +299,18 @@ async function loadModels() {
     }
     return;
   }
-  recommended = Object.fromEntries(found.data.map((one) => [one.id, one.default_sampling_params]));
-  const names = found.data.filter(isForChat).map((one) => one.id);
+  const usable = found.data.filter(({ capabilities }) => capabilities?.completion !== false);
+  usable.sort((a, b) => isForChat(b) - isForChat(a)); // the first is chosen for a new conversation
+  models = new Map(usable.map((one) => [one.id, one]));
+  const names = [...models.keys()];
   picker.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
   if (!names.length) {
     picker.append(h("option", { value: "" }, "No model yet"));
     retry = setTimeout(loadModels, RETRY_MS);
   }
-  warn(names.length ? "" : "No chat model is available yet.");
+  warn(names.length ? "" : "No model that generates text is available yet.");
   picker.value = [current.model, kept("model", "")].find((name) => names.includes(name)) ?? names[0] ?? "";
-  settings.recommend(recommended[picker.value]);
+  showState();
 }
 
 function isForChat({ capabilities }) {
@@ -306,7 +335,8 @@ async function askKey() {
 picker.addEventListener("change", () => {
   current.model = picker.value;
   keep("model", picker.value);
-  settings.recommend(recommended[picker.value]);
+  showState();
+  countDraft();
 });
 
 // --- the keyboard
@@ -316,7 +346,14 @@ function grow() {
   field.style.height = `${Math.min(field.scrollHeight, innerHeight * 0.4)}px`;
 }
 
-field.addEventListener("input", grow);
+function countDraft() {
+  meter.draft(userText({ content: field.value, files: attachments.files }));
+}
+
+field.addEventListener("input", () => {
+  grow();
+  countDraft();
+});
 field.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
@@ -325,10 +362,10 @@ field.addEventListener("keydown", (event) => {
 byId("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = field.value.trim();
-  if (!text || going || !isReady()) return;
+  if (!(text || attachments.files.length) || going || !isReady()) return;
   field.value = "";
   grow();
-  send(text);
+  send(text, attachments.take());
 });
 byId("stop").onclick = stop;
 addEventListener("keydown", (event) => {

@@ -13,14 +13,17 @@ export function h(tag, props = {}, ...children) {
   return made;
 }
 
+/** An element of a drawing, with attributes. */
+export function svg(tag, attributes = {}, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
 /** One of icons.svg. */
 export function icon(name) {
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  const use = document.createElementNS("http://www.w3.org/2000/svg", "use");
-  svg.setAttribute("aria-hidden", "true");
-  use.setAttribute("href", `web/icons.svg#${name}`);
-  svg.append(use);
-  return svg;
+  return svg("svg", { "aria-hidden": "true" }, svg("use", { href: `web/icons.svg#${name}` }));
 }
 
 /** A button that shows an icon alone. */

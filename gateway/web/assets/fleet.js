@@ -1,16 +1,25 @@
 // The live view: asks /fleet/state once a second and shows what has changed.
 
 import { ApiError, key, request, setKey } from "./api.js";
+import { Curve } from "./curves.js";
 import { announce, ask, byId, h } from "./dom.js";
 import { PHASES, Timeline } from "./timeline.js";
+import { showTrace } from "./trace.js";
 
 const EVERY_MS = 1000;
 const GONE_MS = 20000; // how long a worker that has left is still shown
 const LATE_MS = 5000;
 const workers = new Map(); // by incarnation: {element, parts, last, at, left}
-const timeline = new Timeline(byId("ended").tBodies[0], byId("axis"));
+const timeline = new Timeline(byId("ended").tBodies[0], byId("axis"), showTrace);
+const curves = {
+  rate: new Curve("Tokens/s", (value) => count(Math.round(value))),
+  running: new Curve("Running", (value) => count(value)),
+  waiting: new Curve("Waiting", (value) => count(value)),
+  held: new Curve("KV held", (value) => `${value.toFixed(0)} %`, 100),
+};
 let isFirst = true;
 
+byId("curves").append(...Object.values(curves).map((curve) => curve.element));
 byId("phases-legend").append(...PHASES.map(({ name, label }) => h("li", {}, h("i", { className: name }), label)));
 
 async function poll() {
@@ -50,7 +59,10 @@ async function askKey() {
 function show(state) {
   byId("notice").hidden = !state.error;
   byId("notice").textContent = state.error ? `The router is not responding: ${state.error}.` : "";
-  if (!state.error) showWorkers(state.workers);
+  if (!state.error) {
+    showWorkers(state.workers);
+    showCurves(state.workers);
+  }
   showTiles(state);
   showOpen(state);
   timeline.show(state.ended);
@@ -80,6 +92,17 @@ function showTiles({ workers: found, counters, num_open: open }) {
   ];
   byId("tiles").replaceChildren(...tiles.map(([name, value, more]) =>
     h("div", {}, h("dt", {}, name), h("dd", {}, `${value} `, h("small", {}, more)))));
+}
+
+/** Shares and sums are those of the tiles. A prefill worker's tokens are not counted as generated. */
+function showCurves(found) {
+  const now = performance.now();
+  const sum = (of) => found.reduce((total, worker) => total + of(worker), 0);
+  const all = sum(({ blocks }) => blocks.total);
+  curves.rate.add(now, sum(({ boot, role }) => (role === "prefill" ? 0 : workers.get(boot).rate)));
+  curves.running.add(now, sum((worker) => worker.running));
+  curves.waiting.add(now, sum((worker) => worker.waiting));
+  curves.held.add(now, all ? (100 * sum(({ blocks }) => blocks.used + blocks.reserved)) / all : 0);
 }
 
 // --- workers

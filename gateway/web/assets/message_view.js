@@ -1,5 +1,6 @@
 // Shows one message: its Markdown, its reasoning, its tool calls, and what can be done with it.
 
+import { chip } from "./attachments.js";
 import { copyButton, h, icon, iconButton } from "./dom.js";
 import { rendered } from "./markdown.js";
 
@@ -10,6 +11,10 @@ export class MessageView {
   #cost = 0;
   #timer = null;
   #shown = {}; // what each part shows now
+  #again = () => {
+    this.#shown.thought = this.#shown.text = undefined;
+    this.draw();
+  };
 
   /** `actions`: edit(text), regenerate(), results(). */
   constructor(message, actions) {
@@ -24,9 +29,10 @@ export class MessageView {
   // --- of the person
 
   #showQuestion() {
-    const { content } = this.message;
+    const { content, files } = this.message;
     this.element.replaceChildren(
-      h("div", { className: "bubble" }, content),
+      ...(files ?? []).map((file) => chip(file)),
+      h("div", { className: "bubble", hidden: !content }, content),
       h("div", { className: "actions" },
         copyButton("Copy the message", () => content),
         iconButton("edit", "Edit the message", () => this.#edit())));
@@ -38,7 +44,7 @@ export class MessageView {
       this.#showQuestion();
       this.element.querySelector("[aria-label='Edit the message']").focus();
     };
-    const send = () => field.value.trim() && this.actions.edit(field.value.trim());
+    const send = () => (field.value.trim() || this.message.files?.length) && this.actions.edit(field.value.trim());
     const form = h("form", { className: "edit", onsubmit: (event) => (event.preventDefault(), send()) },
       field,
       h("div", { className: "dialog-buttons" },
@@ -113,7 +119,7 @@ export class MessageView {
     if (this.#shown[name] === text) return;
     this.#shown[name] = text;
     const place = this[name];
-    const made = [...rendered(text).childNodes];
+    const made = [...rendered(text, this.#again).childNodes];
     let same = 0;
     while (same < made.length && same < place.childNodes.length && made[same].isEqualNode(place.childNodes[same])) same++;
     while (place.childNodes.length > same) place.lastChild.remove();

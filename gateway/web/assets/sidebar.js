@@ -1,8 +1,12 @@
 // The list of conversations, which a phone shows over the page.
 
 import { ask, byId, h, iconButton } from "./dom.js";
+import { find } from "./search.js";
 
 export class Sidebar {
+  #conversations = [];
+  #current = "";
+
   /** `actions`: choose(id), rename(id, title), remove(id), begin(). */
   constructor(actions) {
     this.actions = actions;
@@ -16,6 +20,7 @@ export class Sidebar {
       actions.begin();
       this.#leave();
     };
+    byId("search").addEventListener("input", () => this.#draw());
     this.panel.addEventListener("keydown", (event) => {
       if (event.key !== "Escape" || !this.narrow.matches) return;
       event.stopPropagation();
@@ -39,9 +44,19 @@ export class Sidebar {
     byId("prompt").focus();
   }
 
+  /** `current`: the id of the conversation that is shown. */
   show(conversations, current) {
-    this.list.replaceChildren(...conversations.map((one) => {
-      const isCurrent = one.id === current;
+    this.#conversations = conversations;
+    this.#current = current;
+    this.#draw();
+  }
+
+  #draw() {
+    const query = byId("search").value;
+    const found = this.#conversations.map((one) => [one, find(one, query)]).filter(([, where]) => where !== null);
+    byId("nothing-found").hidden = !query.trim() || found.length > 0;
+    this.list.replaceChildren(...found.map(([one, where]) => {
+      const isCurrent = one.id === this.#current;
       const title = one.title || "New chat";
       return h("li", { className: isCurrent ? "current" : "" },
         h("button", {
@@ -53,7 +68,7 @@ export class Sidebar {
             this.actions.choose(one.id);
             this.#leave();
           },
-        }, title),
+        }, title, where && h("small", {}, where)),
         iconButton("edit", `Rename ${title}`, () => this.#rename(one)),
         iconButton("delete", `Delete ${title}`, () => this.#remove(one)));
     }));

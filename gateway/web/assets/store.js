@@ -1,7 +1,8 @@
-// Conversations, kept in this browser: IndexedDB, or memory where that is not allowed.
+// Conversations, kept in this browser: IndexedDB, or memory where that is not allowed. Tabs tell each
+// other what they have changed.
 //
-// A conversation is {id, title, named, updated, model, options, messages}; a message is {role, content} and,
-// of an answer, {reasoning, tool_calls, model, finish, error, usage, first_s, total_s}.
+// A conversation is {id, title, named, updated, model, options, messages}; a message is {role, content}; a
+// person's may have {files}, each {name, text}; an answer has {reasoning, tool_calls, model, finish, error, usage, first_s, total_s}.
 
 import { SERVER } from "./api.js";
 
@@ -19,6 +20,12 @@ function open() {
 export class Store {
   #db = null;
   #memory = new Map();
+  #tabs = new BroadcastChannel(`${SERVER} conversations`);
+
+  /** `changed(id)` is called when another tab has changed or deleted a conversation. */
+  set onchange(changed) {
+    this.#tabs.onmessage = ({ data }) => changed(data);
+  }
 
   /** Ready to use; what is kept comes with `all`. */
   static async open() {
@@ -45,11 +52,13 @@ export class Store {
     const copy = structuredClone(conversation);
     if (this.#db) await this.#run("readwrite", (table) => table.put(copy));
     else this.#memory.set(copy.id, copy);
+    this.#tabs.postMessage(copy.id);
   }
 
   async delete(id) {
     if (this.#db) await this.#run("readwrite", (table) => table.delete(id));
     else this.#memory.delete(id);
+    this.#tabs.postMessage(id);
   }
 
   #run(mode, act) {

@@ -23,16 +23,18 @@ function onTheWay(one) {
 }
 
 const GOOD = new Set(["stop", "length", "tool_calls"]);
-const time = (seconds) => (seconds < 1 ? `${(seconds * 1000).toFixed(0)} ms` : `${seconds.toFixed(2)} s`);
+export const time = (seconds) => (seconds < 1 ? `${(seconds * 1000).toFixed(0)} ms` : `${seconds.toFixed(2)} s`);
 const ago = (seconds) => (seconds < 60 ? `${seconds.toFixed(0)} s ago` : `${(seconds / 60).toFixed(0)} min ago`);
 
 export class Timeline {
   #rows = new Map(); // by what tells requests apart: one that has ended changes no more
   #scale = 0;
 
-  constructor(body, axis) {
+  /** `open(id)` is called with the request that a person wants to see. */
+  constructor(body, axis, open) {
     this.body = body;
     this.axis = axis;
+    this.open = open;
   }
 
   /** Latest first. */
@@ -67,7 +69,7 @@ export class Timeline {
     const isGood = one.finish.split(",").every((finish) => GOOD.has(finish));
     return h("tr", {},
       h("td"),
-      h("td", { className: "id", title: one.id }, one.id),
+      h("td", { className: "id", title: one.id }, h("button", { type: "button", className: "link", "aria-haspopup": "dialog", onclick: () => this.open(one.id) }, one.id)),
       h("td", {}, isGood ? one.prefill_at || "–" : h("span", { className: "failed" }, one.finish.toLowerCase().replaceAll("_", " "))),
       h("td", { className: "number" }, `${one.prompt_tokens} → ${one.generated_tokens}`),
       h("td", { title: words }, h("div", { className: "timeline", "aria-hidden": "true" }, ...bars), h("span", { className: "hidden" }, words)),

@@ -3,10 +3,12 @@
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from pages.browser import CHROMIUM, DESKTOP, PHONE, WHY_NOT, Browser, PageError
-from pages.chat_model import HOSTILE, LONG_WORDS, ChatModel
+from pages.chat_model import HOSTILE, LONG_WORDS, WRITTEN, ChatModel
+from systems.eventually import wait_until
 from systems.served_gateway import served_gateway
 
 pytestmark = [pytest.mark.extended, pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)]
@@ -16,19 +18,57 @@ NO_ANSWER = "[aria-busy=true]"
 BAD = "script,img,iframe,form,input,style,svg,math,details,[style],[id],[onerror],[onload]"
 # the content security policy has refused something
 POLICY = re.compile("Content Security Policy|Trusted")
-KEPT = """new Promise((resolve, reject) => {
+STORED = """new Promise((resolve, reject) => {
   const opening = indexedDB.open("pdserve /");
   opening.onerror = () => reject(opening.error);
   opening.onsuccess = () => {
     const found = opening.result.transaction("conversations").objectStore("conversations").getAll();
     found.onsuccess = () => {
       opening.result.close();
-      resolve(found.result[0].messages.at(-1).content.length);
+      resolve(found.result[0].messages);
     };
   };
-})"""  # the length of the answer stored in the browser so far
+})"""  # the messages stored in the browser so far
+KEPT = f"{STORED}.then((messages) => messages.at(-1).content.length)"
 CANCELLED = """fetch("fleet/state").then((answer) => answer.json()).then(
   (state) => state.ended.filter((one) => one.finish === "CANCELLED").length)"""
+ATTACKS = [  # besides HOSTILE; each has the word "end"
+    '<ol start="javascript:window.hacked=20" onclick="window.hacked=21"><li>end</li></ol>',
+    '<p align="&quot; onclick=&quot;window.hacked=22" data-other="x" class="error">end</p>',
+    '<pre data-lang="&quot;><img src=x onerror=window.hacked=23>"><img src=x>end</pre>',
+    '```html\n<img src=x onerror="window.hacked=24">end\n```',
+    '```js"onfocus=window.hacked=25\nend\n```',
+    r"$\href{javascript:window.hacked=26}{end}$",
+    r"end $\url{https://tracker.invalid}$ $\includegraphics{https://tracker.invalid/p.png}$",
+    r"end $\htmlStyle{position:fixed}{x} \htmlId{prompt}{x} \htmlData{onclick=1}{x}$",
+    r"end $$\text{<img src=x onerror=window.hacked=27>}$$",
+    r"end $\def\a{\a\a}\a$",
+    r"end $\rule{99999em}{99999em}$",
+    '<span data-math="block" data-tex="\\href{javascript:window.hacked=28}{end}">x</span>',
+    'end <math><annotation-xml encoding="text/html"><img src=x onerror=window.hacked=29></math>',
+    '<a href="https://example.org" target="_self" ping="https://tracker.invalid">end</a>',
+    "end [x](//tracker.invalid) [x](/fleet) [x](vbscript:x) [x]( javascript:window.hacked=30)",
+    '<a href="java&#10;script:window.hacked=31" background="https://tracker.invalid">end</a>',
+]
+# what an answer may have, other than in drawn formulas and the heads of code blocks
+TAGS = (
+    "a b blockquote br code del div em h1 h2 h3 h4 h5 h6 hr i kbd li ol p pre s span strong sub sup"
+)
+TABLE_TAGS = "table tbody td th thead tr ul"
+ATTRIBUTES = (
+    "align aria-label class data-lang data-math data-tex href rel role start tabindex target"
+)
+LOADED = """Promise.all(
+  ["highlight.min.js", "katex.min.js"].map((library) => import(`/web/${library}`))
+).then(() => new Promise((resolve) => setTimeout(resolve)))"""
+DRAWN = """async (text) => {
+  const { rendered } = await import("/web/markdown.js");
+  const place = document.querySelector("#messages");
+  place.className = "markdown";
+  const draw = () => place.replaceChildren(rendered(text, draw));
+  draw();
+  await (LOADED);
+}""".replace("LOADED", LOADED)  # draw Markdown, once more when its libraries are there
 OFFLINE = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
 TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
 
@@ -257,6 +297,7 @@ def test_hostile_markdown_does_nothing(page: Browser) -> None:
     send(page, "hostile")
     text = answered(page)
     assert "the end" in text
+    page.run(LOADED)  # the answer is drawn once more
     assert page.run("window.hacked") is None
     answer = f"document.querySelector('{LAST} .answer')"
     kept = f"[...{answer}.querySelectorAll('{BAD}')].filter((e) => !e.closest('.code-head'))"
@@ -286,6 +327,213 @@ def test_no_prefix_of_hostile_markdown_does_anything(page: Browser) -> None:
     assert page.run("window.hacked") is None
     assert [line for line in page.console if not POLICY.search(line)] == []
     page.console.clear()
+
+
+def draw(page: Browser, text: str) -> None:
+    page.run(f"({DRAWN})({json.dumps(text)})")
+
+
+def test_lists_tables_and_code_keep_what_they_say(page: Browser) -> None:
+    draw(page, WRITTEN)
+    assert page.run("document.querySelector('#messages ol').start") == 3
+    alignment = "[...document.querySelectorAll('#messages {}')].map((e) => {})"
+    for cells in ("th", "td"):
+        aligned = page.run(alignment.format(cells, "e.align"))
+        assert aligned == ["left", "center", "right"]
+        shown = page.run(alignment.format(cells, "getComputedStyle(e).textAlign"))
+        assert [one.removeprefix("-webkit-") for one in shown] == aligned
+    languages = "[...document.querySelectorAll('.code-head')].map((e) => e.innerText.trim())"
+    assert page.run(languages) == ["python", "nosuchlanguage"]
+
+
+def test_code_is_colored_and_formulas_are_drawn(page: Browser) -> None:
+    draw(page, WRITTEN)
+    colored = "[...document.querySelectorAll('#messages .hljs-{}')].map((e) => e.innerText)"
+    assert page.run(colored.format("keyword")) == ["def", "return"]
+    assert page.run(colored.format("comment")) == ["# of any kind"]
+    code = page.run("document.querySelectorAll('#messages pre')[1].innerHTML")
+    assert code == "<code>plain\n</code>"
+    formulas = "[...document.querySelectorAll('#messages [data-math]')]"
+    assert page.run(f"{formulas}.map((e) => [e.dataset.math, !!e.querySelector('math')])") == [
+        ["inline", True], ["inline", True], ["block", True], ["block", True], ["inline", False],
+    ]  # fmt: skip
+    assert "It costs $5 or $6." in page.text("#messages")
+    assert r"No TeX: $\nosuchcommand$" in page.text("#messages")
+    assert page.run("document.querySelector('#messages mfrac').textContent") == "12"
+    assert page.violations() == []
+
+
+def test_libraries_are_loaded_when_they_are_needed(page: Browser, gateway: str) -> None:
+    loaded = "performance.getEntriesByType('resource').map((e) => e.name)"
+
+    def libraries() -> set[str]:
+        names = page.run(loaded)
+        assert all(name.startswith(f"{gateway}/") for name in names)
+        return {name.rpartition("/")[2] for name in names if ".min.js" in name}
+
+    send(page, "hello")
+    answered(page)
+    assert libraries() == set()
+    send(page, "sample")
+    answered(page, 2)
+    page.wait(f"document.querySelector('{LAST} .hljs-string') !== null")  # drawn again by itself
+    assert libraries() == {"highlight.min.js"}
+
+
+def test_hostile_text_leaves_only_harmless_elements(page: Browser) -> None:
+    allowed = {"tags": f"{TAGS} {TABLE_TAGS}".split(), "attributes": ATTRIBUTES.split()}
+    found = f"""(() => {{
+      const {{ tags, attributes }} = {json.dumps(allowed)};
+      const all = [...document.querySelectorAll("#messages *")];
+      return all.filter((one) => !one.closest(".code-head, math")).flatMap((one) => [
+        ...(tags.includes(one.localName) ? [] : [one.outerHTML]),
+        ...one.getAttributeNames().filter((name) => !attributes.includes(name)),
+      ]);
+    }})()"""
+    in_formulas = """[...document.querySelectorAll(
+      "math a, math img, math [style], math [id], math [href], math [onclick], math [data-onclick]"
+    )].map((one) => one.outerHTML)"""
+    links = "[...document.querySelectorAll('#messages a')].map((a) => a.getAttribute('href'))"
+    for attack in ATTACKS:
+        draw(page, attack)
+        assert "end" in page.run("document.querySelector('#messages').textContent"), attack
+        assert page.run(found) == [], attack
+        assert page.run(in_formulas) == [], attack
+        assert set(page.run(links)) <= {None, "https://example.org"}, attack
+        assert page.run("document.documentElement.scrollWidth") == DESKTOP[0], attack
+        assert page.run("document.querySelector('#messages .error')") is None, attack
+    assert page.run("window.hacked") is None
+    assert [line for line in page.console if not POLICY.search(line)] == []
+    page.console.clear()
+
+
+def test_text_that_opens_many_formulas_is_drawn_soon(page: Browser) -> None:
+    for text in (r"\[ a " * 20000, "$$ a " * 20000, r"\( a " * 20000, "$a" * 40000):
+        took = page.run(f"""import("/web/markdown.js").then(({{ rendered }}) => {{
+          const began = performance.now();
+          rendered({json.dumps(text)});
+          return performance.now() - began;
+        }})""")
+        assert took < 5000, text[:5]
+
+
+def test_files_of_text_are_attached(page: Browser, tmp_path: Path) -> None:
+    kept, other, binary, large = (tmp_path / name for name in ("a.md", "b.txt", "c.bin", "d.txt"))
+    kept.write_text("one\n```\ntwo\n```\n")
+    other.write_text("three")
+    binary.write_bytes(b"\xff\x00")
+    large.write_text("x" * (256 * 1024 + 1))
+    page.choose("#files", kept, other, binary, large)
+    page.wait("document.querySelector('#warning').innerText")
+    assert page.text("#warning") == (
+        "c.bin is not a file of text in UTF-8. d.txt is larger than 256 KiB."
+    )
+    assert page.text("#chips").split() == ["a.md", "16", "B", "b.txt", "5", "B"]
+    assert page.violations() == []
+    page.click("[aria-label='Remove b.txt']")
+    send(page, "what is this?")
+    answered(page)
+    assert page.run("document.querySelector('#chips').children.length") == 0
+    assert page.text(".message.user .chip-name") == "a.md"
+    assert page.text(".bubble") == "what is this?"
+    said = "document.querySelector('.message:last-child pre').innerText"
+    assert page.run(said).strip() == "one\n```\ntwo\n```"  # the model got the file in a fence
+    page.click(".message.user [aria-label='Edit the message']")
+    page.fill(".edit textarea", "and now?")
+    page.press("Enter")
+    assert answered(page).endswith("and now?")
+    assert page.run(said).strip() == "one\n```\ntwo\n```"  # an edited message keeps its files
+    page.reload()
+    page.wait("document.querySelector('.message.user .chip-name')?.innerText === 'a.md'")
+
+
+def test_conversations_are_searched(page: Browser) -> None:
+    send(page, "the first one")
+    answered(page)
+    page.click("#new")
+    page.wait("!document.querySelector('.message')")
+    send(page, "long ago\nthere was a Whale")
+    answered(page)
+    page.wait("document.querySelectorAll('.conversation').length === 2")
+    page.fill("#search", "whale")
+    page.wait("document.querySelectorAll('.conversation').length === 1")
+    assert "there was a Whale" in page.text(".conversation small")
+    assert page.violations() == []
+    page.fill("#search", "whale first")
+    page.wait("document.querySelector('#nothing-found').hidden === false")
+    page.fill("#search", "first")
+    page.wait("document.querySelector('.conversation')?.innerText === 'the first one'")
+    page.click(".conversation")
+    page.wait("document.querySelector('.bubble')?.innerText === 'the first one'")
+
+
+def test_conversations_are_exported(page: Browser, tmp_path: Path) -> None:
+    page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    send(page, "A question?")
+    answered(page)
+    page.click("#open-export")
+    page.wait("document.querySelector('#export-dialog').open")
+    assert page.violations() == []
+    page.press("Enter")
+    markdown = tmp_path / "A-question.md"
+    wait_until(markdown.exists, "the file")
+    assert markdown.read_text() == (
+        "# A question?\n\n## You\n\nA question?\n\n## tiny\n\nuser said A question?\n"
+    )
+    page.click("#new")
+    page.wait("!document.querySelector('.message')")
+    page.click("#open-export")  # an empty conversation: only all can be chosen
+    page.click("#export-dialog [value=json]")
+    page.press("Enter")
+    file = tmp_path / "A-question.json"
+    wait_until(file.exists, "the file")
+    (conversation,) = json.loads(file.read_text())["conversations"]
+    assert [one["role"] for one in conversation["messages"]] == ["user", "assistant"]
+    assert conversation["options"]["temperature"] is None
+
+
+def test_the_tokens_of_a_conversation_are_shown(page: Browser) -> None:
+    assert page.run("document.querySelector('#tokens').hidden")
+    send(page, "hello")
+    answered(page)
+    used = page.run(f"{STORED}.then((messages) => messages.at(-1).usage.total_tokens)")
+    page.wait(f"document.querySelector('#tokens').innerText.trim() === '{used} of 8,192 tokens'")
+    page.fill("#prompt", "w" * 9000)
+    page.wait("document.querySelector('#tokens.full')?.innerText.includes('with this message')")
+    page.fill("#prompt", "")
+    page.wait(f"document.querySelector('#tokens').innerText.trim() === '{used} of 8,192 tokens'")
+
+
+def test_a_model_without_a_template_continues_texts(page: Browser) -> None:
+    assert page.run("document.querySelector('#no-chat').hidden")
+    page.fill("#model", "base")
+    page.wait("!document.querySelector('#no-chat').hidden")
+    assert "base has no chat template" in page.text("#no-chat")
+    assert page.violations() == []
+    send(page, "Once upon")
+    assert answered(page) == "and Once upon"
+    send(page, "a time")
+    assert answered(page, 2) == "and Once upon and Once upon\na time"
+    page.click("#new")
+    page.fill("#model", "tiny")
+    page.wait("document.querySelector('#no-chat').hidden")
+    send(page, "hello")
+    assert answered(page) == "user said hello"
+
+
+def test_a_conversation_of_another_tab_is_shown(page: Browser) -> None:
+    """Another Store of the same page is another tab to the page's own."""
+    send(page, "hello")
+    answered(page)
+    page.run("""import("/web/store.js").then(async ({ Store }) => {
+      const tab = await Store.open();
+      const [one] = await tab.all();
+      one.messages.at(-1).content = "from another tab";
+      await tab.put(one);
+      await tab.put({ ...one, id: "other", title: "another one" });
+    })""")
+    page.wait(f"document.querySelector('{LAST} .answer').innerText === 'from another tab'")
+    page.wait("document.querySelectorAll('.conversation').length === 2")
 
 
 def test_the_policy_blocks_injected_scripts(page: Browser) -> None:
@@ -347,12 +595,13 @@ def test_everything_is_usable_on_a_phone(page: Browser) -> None:
 def test_every_control_has_keyboard_access_and_visible_focus(page: Browser) -> None:
     page.run("document.querySelector('#skip').focus()")
     seen = ["skip"]
-    for _ in range(9):
+    for _ in range(13):
         page.press("Tab")
         seen.append(page.run("document.activeElement.id || document.activeElement.className"))
         style = page.run("getComputedStyle(document.activeElement).outlineStyle")
         assert style != "none" or seen[-1] == "prompt"
-    order = ["skip", "brand", "new", "model", "open-settings", "scroll", "prompt", "send"]
+    names = "skip brand new search model open-export open-settings scroll attach prompt send"
+    order = names.split()
     assert [name for name in seen if name in order][: len(order)] == order
 
 

@@ -100,6 +100,56 @@ def test_open_requests_are_shown_and_then_their_phases(shown: Shown) -> None:
     assert page.run("document.querySelector('#no-open').hidden") is False
 
 
+def test_curves_show_the_last_minutes(shown: Shown) -> None:
+    page, view = shown.page, shown.router.view
+    assert view is not None
+    names = "[...document.querySelectorAll('.curve dt')].map((e) => e.innerText)"
+    assert page.run(names) == ["Tokens/s", "Running", "Waiting", "KV held"]
+    view.workers[0].load.waiting = 7
+    waiting = "document.querySelectorAll('.curve')[2]"
+    page.wait(f"{waiting}.querySelector('dd').innerText.startsWith('7')")
+    view.workers[0].load.waiting = 1
+    page.wait(f"{waiting}.querySelector('dd').innerText.replace(/\\s+/g, ' ') === '1 highest 7'")
+    label = page.run(f"{waiting}.querySelector('svg').getAttribute('aria-label')")
+    assert label == "Waiting over the last 5 minutes: now 1, highest 7"
+    heights = page.run(
+        f"{waiting}.querySelector('.curve-line').getAttribute('d').split(/[ML]/).slice(1)"
+        ".map((point) => parseFloat(point.split(' ')[1]))"
+    )
+    assert min(heights) == 2.0  # the highest value is at the top of the picture
+    assert heights[-1] == pytest.approx(48 - 46 / 7, abs=0.1)
+    view.workers[0].load.generation_tokens += 1000
+    page.wait("parseInt(document.querySelector('.curve dd').innerText.replace(',', '')) > 100")
+
+
+def test_the_way_of_a_request_is_drawn(shown: Shown) -> None:
+    page = shown.page
+    ask(shown.url, "hello")
+    page.wait("document.querySelectorAll('#ended tbody tr').length === 1")
+    for scheme, size in product(("light", "dark"), (DESKTOP, PHONE)):
+        page.prefer(scheme)
+        page.resize(*size)
+        page.run("document.querySelector('#ended .link').scrollIntoView({block: 'center'})")
+        page.click("#ended .link")
+        page.wait("document.querySelector('#trace-picture svg') !== null")
+        lanes = "[...document.querySelectorAll('.lane-name')].map((e) => e.textContent)"
+        assert page.run(lanes) == ["gateway", "router", "transfer", "decode"]
+        assert "decode at d:1" in page.text("#trace-facts")
+        rows = "[...document.querySelectorAll('#trace-phases tbody tr')].map((e) => e.innerText)"
+        phases = [row.split("\t") for row in page.run(rows)]
+        took = {phase.strip(): (lane, time) for phase, lane, _, time in phases}
+        assert took["queue"] == ("decode", "10 ms")
+        assert took["compute the prompt"] == ("decode", "20 ms")
+        assert took["keys and values"] == ("transfer", "3 ms")
+        box = page.run("""(({ width, height }) => [width, height])(
+          document.querySelector("#trace-picture svg").getBoundingClientRect())""")
+        assert box[0] > 0.7 * min(size[0], 52 * 16)
+        assert box[1] > 150
+        assert page.violations() == [], (scheme, size)
+        page.press("Escape")
+        page.wait("!document.querySelector('#trace-dialog').open")
+
+
 def test_axe_finds_nothing_serious(shown: Shown) -> None:
     page = shown.page
     ask(shown.url, "hello")

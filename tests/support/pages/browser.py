@@ -177,6 +177,12 @@ class Browser:
             at = {"x": place[0], "y": place[1], "button": "left", "clickCount": 1}
             self.call("Input.dispatchMouseEvent", type=kind, **at)
 
+    def choose(self, selector: str, *paths: Path) -> None:
+        """Choose files in a field for files."""
+        document = self.call("DOM.getDocument")["root"]["nodeId"]
+        field = self.call("DOM.querySelector", nodeId=document, selector=selector)["nodeId"]
+        self.call("DOM.setFileInputFiles", nodeId=field, files=[str(path) for path in paths])
+
     def type(self, text: str) -> None:
         """Type into the focused element."""
         self.call("Input.insertText", text=text)

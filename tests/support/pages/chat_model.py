@@ -23,6 +23,34 @@ Some **bold** text, `code` and a [link](https://example.org/).
 print("hello")
 ```
 """
+WRITTEN = r"""
+3. third
+4. fourth
+
+| left | middle | right |
+|:-----|:------:|------:|
+| 1    | 2      | 3     |
+
+```python
+def twice(number):  # of any kind
+    return 2 * number
+```
+
+```nosuchlanguage
+plain
+```
+
+It costs $5 or $6. A formula: $E = mc^2$, \(\{a\}\) or
+
+$$
+\frac{1}{2}
+- \sqrt{x}
+$$
+
+\[ \color{red}{\begin{pmatrix} a & b \\ c & d \end{pmatrix}} \]
+
+No TeX: $\nosuchcommand$
+"""
 HOSTILE = """<script>window.hacked = 1</script>
 
 <img src=x onerror="window.hacked = 2">
@@ -55,27 +83,34 @@ code
 
 class ChatModel(FakeRouter):
     """Answers SAMPLE to "sample", HOSTILE to "hostile", reasons at "think", calls a tool at
-    "tool", continues until it is stopped at "long", and repeats everything else.
+    "tool", continues until it is stopped at "long", and repeats everything else. A second model,
+    "base", has no chat template and repeats its whole prompt.
     """
 
     def __init__(self) -> None:
         card, blobs = served(context_len=CONTEXT_LEN, generation=GENERATION)
         card.template_digest = hashlib.sha256(THINKING.encode()).hexdigest()
         blobs[card.template_digest] = THINKING.encode()
-        super().__init__(self._say, [card], blobs)
+        base, its_blobs = served("base", CONTEXT_LEN)
+        base.template_digest = ""
+        blobs |= its_blobs
+        super().__init__(self._say, [card, base], blobs)
 
     async def _say(self, router: FakeRouter, start: pb.Start) -> AsyncGenerator[Event, None]:
         prompt = str(self.words.decode(list(start.prompt_ids), skip_special_tokens=False))
-        turns = prompt.split("<|im_start|>")
-        last = turns[-2].partition("\n")[2].partition("<|im_end|>")[0].strip()
-        role = turns[-2].partition("\n")[0]
+        if start.model == "base":
+            last, otherwise = "", f" and {prompt}"
+        else:
+            role, _, turn = prompt.split("<|im_start|>")[-2].partition("\n")
+            last = turn.partition("<|im_end|>")[0].strip()
+            otherwise = f"{role} said {last}"
         text = {
             "sample": SAMPLE,
             "hostile": HOSTILE,
             "think": "<think>\nLet me see.\n</think>\nSeen.",
             "tool": calls("weather", '{"city": "Rome"}'),
             "long": "word " * LONG_WORDS,
-        }.get(last, f"{role} said {last}")
+        }.get(last, otherwise)
         yield placed(start)
         whole = [*self.encode(text), self.eos]
         ids = whole[: start.params.max_tokens or None]
