@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.cli.commands import COMMANDS, known_names
+from pdserve.cli.commands import COMMANDS
 from pdserve.cli.main import find, main, parse_command
 from pdserve.cli.options import OptionError
 

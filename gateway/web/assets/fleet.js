@@ -99,7 +99,7 @@ function showCurves(found) {
   const now = performance.now();
   const sum = (of) => found.reduce((total, worker) => total + of(worker), 0);
   const all = sum(({ blocks }) => blocks.total);
-  curves.rate.add(now, sum(({ boot, role }) => (role === "prefill" ? 0 : workers.get(boot).rate)));
+  curves.rate.add(now, sum(({ incarnation, role }) => (role === "prefill" ? 0 : workers.get(incarnation).rate)));
   curves.running.add(now, sum((worker) => worker.running));
   curves.waiting.add(now, sum((worker) => worker.waiting));
   curves.held.add(now, all ? (100 * sum(({ blocks }) => blocks.used + blocks.reserved)) / all : 0);
