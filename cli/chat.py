@@ -116,14 +116,20 @@ class Conversation:
                 parts.append(text)
                 view.write(text)
             if choice.get("finish_reason") == "length":
-                limit = f"after {self.max_tokens} tokens by --max-tokens"
-                server_limit = "at the token limit of the server"
-                note = f"[truncated {limit if self.max_tokens else server_limit}]"
+                note = f"[truncated {self._limit_text()}]"
         usage = event.get("usage") or {}
         is_full = usage.get("total_tokens", 0) >= self.context_len > 0
         if is_full and usage.get("completion_tokens", 0) != self.max_tokens:
             note = f"[the context of {self.context_len} tokens is full; /reset clears it]"
         return note
+
+    def _limit_text(self) -> str:
+        """Return which limit has truncated a response, as text for the user."""
+        if self.max_tokens:
+            return f"after {self.max_tokens} tokens by --max-tokens"
+        if recommended := (self.recommended or {}).get("max_tokens"):
+            return f"after {recommended} tokens, as recommended for this model; see --max-tokens"
+        return "at the token limit of the server"
 
     def _events(self, messages: list[dict[str, str]]) -> Generator[dict[str, Any], None, None]:
         system = [{"role": "system", "content": self.system}] if self.system else []

@@ -16,8 +16,9 @@ logger = logging.getLogger(__name__)
 class GenerationDefaults:
     """Defaults for params that a request omits; None if the file omits them too.
 
-    The file's max_new_tokens and max_length are ignored: the default is the rest of the context.
-    do_sample is ignored because files leave it at false beside a recommended temperature.
+    max_tokens comes only from pdserve's own recommendations (engine/checkpoints/card.py). The
+    max_new_tokens and max_length of model files are ignored: the default is the rest of the
+    context. do_sample is ignored because files leave it at false beside a recommended temperature.
     """
 
     temperature: float | None = None
@@ -25,6 +26,7 @@ class GenerationDefaults:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    max_tokens: int | None = None
 
     @classmethod
     def from_json(cls, data: bytes | str) -> "GenerationDefaults":
@@ -48,7 +50,7 @@ class GenerationDefaults:
 
 
 def _number(config: dict[str, Any], name: str) -> Any:
-    kind: type = int if name == "top_k" else float
+    kind: type = int if name in ("top_k", "max_tokens") else float
     value, allowed = config[name], BOUNDS[name].api
     if value is None:
         return None

@@ -55,12 +55,15 @@ class Preparation:
 
     def sampling_defaults(self, requested: RequestedSampling) -> dict[str, Any]:
         """Return the parameters that a model may recommend, as the engine takes them: the client's
-        values, else the model's, else the engine's."""
+        values, else the model's, else the engine's. A recommended max_tokens gives way to a larger
+        min_tokens of the client."""
         values: dict[str, Any] = {}
         for name in (item.name for item in fields(self.defaults)):
             sources = (requested, self.defaults, _ENGINE_DEFAULTS)
             candidates = (getattr(source, name) for source in sources)
-            values[name] = next(value for value in candidates if value is not None)
+            values[name] = next((value for value in candidates if value is not None), None)
+        if requested.max_tokens is None and values["max_tokens"] is not None:
+            values["max_tokens"] = max(values["max_tokens"], requested.min_tokens)
         if values["top_p"] == 0:  # only the best token, which is top_k 1 for the engine
             values |= {"top_p": 1.0, "top_k": 1}
         values["top_k"] = min(max(values["top_k"], 0), self.limits.vocab_size)
@@ -141,8 +144,9 @@ class Preparation:
         """Return the engine's parameters for one prompt that `check_prompt` has accepted.
         `sampling`: the result of `format`.
 
-        Without a max_tokens, or with one beyond the context, the engine's max_tokens is None, which
-        requests all room: only the engine knows how much n choices have.
+        Without a max_tokens of the client or the model, or with one beyond the context, the
+        engine's max_tokens is None, which requests all room: only the engine knows how much n
+        choices have.
         """
         r, context_len, prompt_len = sampling, self.limits.context_len, len(ids)
         values: dict[str, Any] = {item.name: getattr(r, item.name) for item in fields(ClientParams)}
@@ -151,7 +155,7 @@ class Preparation:
         penalizes = repeats or r.presence_penalty or r.frequency_penalty
         values["penalty_window"] = min(r.penalty_window, context_len) if penalizes else 0
         values["n"] = r.best_of or r.n
-        if r.max_tokens is not None and r.max_tokens > context_len - prompt_len:
+        if values["max_tokens"] is not None and values["max_tokens"] > context_len - prompt_len:
             values["max_tokens"] = None
         if r.logprobs is None and values["n"] > r.n:
             values["logprobs"] = 0  # to rank the candidates

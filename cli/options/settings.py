@@ -62,7 +62,9 @@ class ChatSettings(ClientSettings):
         min=-1,
         max=MAX_TEMPERATURE,
     )
-    max_tokens: int = option(0, "tokens of an answer at most; 0: as many as fit", min=0)
+    max_tokens: int = option(
+        0, "tokens of an answer at most; 0: the model's default, else as many as fit", min=0
+    )
     history: bool = option(True, "save input for the arrow keys of later conversations")
 
 
@@ -80,7 +82,11 @@ class CompleteSettings(ClientSettings):
         min=-1,
         max=MAX_TEMPERATURE,
     )
-    max_tokens: int = option(0, "max_tokens for lines that do not set it; 0: as many as fit", min=0)
+    max_tokens: int = option(
+        0,
+        "max_tokens for lines that do not set it; 0: the model's default, else as many as fit",
+        min=0,
+    )
     timeout_s: float = option(600.0, "seconds to wait for an answer", min=0.1)
 
 

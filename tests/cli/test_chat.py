@@ -81,6 +81,21 @@ def test_sampling_of_a_server_that_reports_none() -> None:
     assert chat.sampling.startswith("temperature 1 ")
 
 
+def test_a_truncated_answer_names_its_limit(server: ApiServer, subtests: pytest.Subtests) -> None:
+    server.events = [*says("x"), *ends("length", total_tokens=5)]
+    for recommended, max_tokens, note in (
+        ({"max_tokens": 7}, 0, "after 7 tokens, as recommended for this model; see --max-tokens"),
+        ({"max_tokens": 7}, 4, "after 4 tokens by --max-tokens"),
+        ({}, 0, "at the token limit of the server"),
+    ):
+        with subtests.test(note):
+            model = {"id": "tiny", "default_sampling_params": recommended}
+            chat = Conversation(ApiClient(server.url), model, ChatSettings(max_tokens=max_tokens))
+            out = TerminalText()
+            chat.ask("hi", PlainView(out, False))
+            assert out.getvalue() == f"x [truncated {note}]\n"
+
+
 def test_retry_asks_the_last_question_again(server: ApiServer) -> None:
     server.events = [*says("first"), "[DONE]"]
     talk, chat, out = talking(server)

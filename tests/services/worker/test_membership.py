@@ -272,6 +272,17 @@ async def test_goodbye_reaches_routers_now_and_later(make: Any) -> None:
     await eventually(lambda: len(router.leases) == 2 and bool(router.leases[1].of("goodbye")))
 
 
+async def test_a_router_gets_the_goodbye_before_the_lease_ends(make: Any) -> None:
+    for _ in range(5):
+        (router,), member = await make()
+        member.start()
+        await eventually(lambda leases=router.leases: bool(leases))
+        member.announce_drain("upgrade")
+        await asyncio.to_thread(member.wait_announced)
+        await asyncio.to_thread(member.close)
+        assert [g.reason for g in router.leases[0].of("goodbye")] == ["upgrade"]
+
+
 async def test_a_router_that_echoes_nothing_is_joined_again(make: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("pdserve.services.worker.membership.SILENT_S", 3 * HEARTBEAT_S)
     (router,), member = await make()
