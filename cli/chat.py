@@ -7,6 +7,8 @@ The client keeps the history of the conversation; the server keeps none.
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import Any, TextIO
 
 from pdserve.cli.chat_terminal import (
@@ -172,7 +174,7 @@ COMMANDS = {
 }
 KEYS = (
     "Enter: send. Alt-Enter, or a backslash at the end of a line and Enter: start a new line. "
-    "Up and Down: earlier lines. Ctrl-C: stop an answer."
+    "Up and Down: earlier lines. Ctrl-C: stop an answer, or clear the line."
 )
 
 
@@ -230,8 +232,14 @@ class Repl:
         """Run a /command of the chat; return the text to show the user."""
         conversation = self._conversation
         if command == "/help":
-            rows = [f"  {name:14}{text}" for name, text in COMMANDS.items()]
-            return "\n".join([*rows, KEYS, f"Sampling: {conversation.sampling}."])
+            width = get_terminal_size().columns
+            indent = " " * 16
+            rows = [
+                fill(f"  {name:14}{text}", width, subsequent_indent=indent)
+                for name, text in COMMANDS.items()
+            ]
+            rows += [fill(text, width) for text in (KEYS, f"Sampling: {conversation.sampling}.")]
+            return "\n".join(rows)
         if command == "/reset":
             conversation.reset()
             return "the conversation is cleared"

@@ -50,7 +50,8 @@ def test_a_conversation_keeps_its_history(server: ApiServer) -> None:
     assert (first["temperature"], first["max_tokens"], first["stream"]) == (0.0, 9, True)
 
 
-def test_commands_of_a_conversation(server: ApiServer) -> None:
+def test_commands_of_a_conversation(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
     server.events = [*says("x"), "[DONE]"]
     talk, _, out = talking(server)
     lines = ["one", "/system be kind", "/reset", "/dance", "/help", "two", "/exit", "three"]
@@ -59,6 +60,7 @@ def test_commands_of_a_conversation(server: ApiServer) -> None:
     assert len(server.requests) == 2
     assert "/dance is unknown" in out.getvalue()
     assert all(f"  {name}" in out.getvalue() for name in COMMANDS)
+    assert max(map(len, out.getvalue().splitlines())) <= 60
     assert "temperature" not in server.requests[0]
 
 

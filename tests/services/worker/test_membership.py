@@ -157,9 +157,9 @@ async def test_loads_are_the_newest_and_at_most_twenty_a_second(make: Any) -> No
     for running in range(1, 301):
         member.report(pb.Load(running=running))
         await asyncio.sleep(0.001)
-    await eventually(lambda: bool(router.leases[0].of("load")[-1:]) and
-                router.leases[0].of("load")[-1].running == 300)  # fmt: skip
-    loads = router.leases[0].of("load")
+    await eventually(lambda: bool(router.leases[0].of("heartbeat")[-1:]) and
+                router.leases[0].of("heartbeat")[-1].running == 300)  # fmt: skip
+    loads = router.leases[0].of("heartbeat")
     assert 1 < len(loads) <= (time.monotonic() - began) / LOAD_INTERVAL_S + 2
     assert [x.running for x in loads] == sorted({x.running for x in loads})
 
@@ -187,7 +187,7 @@ async def test_steady_loads_are_sent_ten_times_a_second(make: Any) -> None:
     for blocks in range(600):
         member.report(pb.Load(running=1 + blocks // 300, blocks_free=blocks))
         await asyncio.sleep(0.001)
-    await eventually(lambda: any(x.blocks_free == 599 for x in router.leases[0].of("load")))
+    await eventually(lambda: any(x.blocks_free == 599 for x in router.leases[0].of("heartbeat")))
     loads = [(at, r.load) for at, r in router.leases[0].reports if r.HasField("load")]
     steady: list[float] = []
     for (at, load), (later, following) in pairwise(loads):
@@ -273,13 +273,14 @@ async def test_goodbye_reaches_routers_now_and_later(make: Any) -> None:
 
 
 async def test_a_router_gets_the_goodbye_before_the_lease_ends(make: Any) -> None:
-    for _ in range(5):
-        (router,), member = await make()
-        member.start()
-        await eventually(lambda leases=router.leases: bool(leases))
-        member.announce_drain("upgrade")
-        await asyncio.to_thread(member.wait_announced)
-        await asyncio.to_thread(member.close)
+    routers, member = await make(4)
+    member.start()
+    await eventually(lambda: all(r.leases and r.leases[0].of("heartbeat") for r in routers))
+    member.announce_drain("upgrade")
+    await asyncio.to_thread(member.wait_announced)
+    await asyncio.sleep(0.05)
+    await asyncio.to_thread(member.close)
+    for router in routers:
         assert [g.reason for g in router.leases[0].of("goodbye")] == ["upgrade"]
 
 
