@@ -53,7 +53,7 @@ def run_table(figures: Figures) -> str:
 def sweep_rows(runs: Sequence[Figures]) -> list[list[str]]:
     """Return the table of a sweep as texts: the head, then a row for each rate."""
     has_slo = any("slo_ms" in run for run in runs)
-    head = ["rate", "requests/s", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99", "failed"]
+    head = ["rate", "req/s", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99", "failed"]
     rows = [head + ["in SLO"] * has_slo]
     for run in runs:
         ttft, itl = run["ttft_ms"], run["itl_ms"]

@@ -113,7 +113,7 @@ def test_a_sweep_ends_at_the_rate_that_saturates(
     assert rates == [50, 100, 200, 400][: len(rates)]
     assert rates
     out = capsys.readouterr().out
-    assert f"{'rate':>10}{'requests/s':>10}" in out
+    assert "rate     req/s  tokens/s  TTFT p50" in out
     assert f"\n{'50':>10}" in out
     assert "100%" in out
     assert ("saturated at" in out) or len(rates) == 4

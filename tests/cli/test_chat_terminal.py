@@ -115,6 +115,7 @@ def test_ctrl_c_clears_a_typed_line(server: ApiServer) -> None:
         terminal.wait_for(PROMPT)
         terminal.type(CTRL_C)
         terminal.wait_for("press Ctrl-C again")
+        terminal.wait_for(PROMPT)
         terminal.type(CTRL_C)
         assert terminal.end() == 0
     assert requests_of(server) == ["sent"]
