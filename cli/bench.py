@@ -198,7 +198,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     texts["--html"] = page(bench.title, runs, samples) if options.html and runs else ""
     for flag, name in files.items():
         try:
-            if name:
+            if name and runs:
                 Path(name).write_text(texts[flag], encoding="utf-8")
         except OSError as error:
             print(f"pdserve bench: {flag}: {error}", file=sys.stderr)

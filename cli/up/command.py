@@ -54,8 +54,8 @@ ENTRIES = {
 }
 # These share most imports. The gateway shares few; it imports its modules in parallel.
 PRELOAD = tuple(ENTRIES[role].partition(":")[0] for role in ("router", "prefill", "decode"))
-# Time that gateway, router and workers may take to stop, one after the other, after the drain.
-STOP_SLACK_S = 3 * (GRACE_S + STOP_S) + DEREGISTER_S + ENGINE_CLOSE_S
+# Time that the stages of a stop may take after the drain: gateway, decode, prefill, router.
+STOP_SLACK_S = 4 * (GRACE_S + STOP_S) + 2 * (DEREGISTER_S + ENGINE_CLOSE_S)
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 GATEWAY, ROUTER = "gateway", "router"
 FIRST_PORT = 10_000  # lowest port that `free_port` chooses
