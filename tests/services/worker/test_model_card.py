@@ -35,7 +35,8 @@ def test_the_purpose_of_a_model() -> None:
     reranker, _ = model_card(replace(CARD, score_ids=(9, 2)), IDENTITY, fake_spec())
     assert list(reranker.score_token_ids) == [9, 2]
     base = replace(CARD, chat_template="")
-    cards = (replace(base, chat_template="{{ x }}"), base, embedder, replace(CARD, score_ids=(9, 2)))
+    chatting = replace(CARD, chat_template="{{ x }}")
+    cards = (chatting, base, embedder, replace(CARD, score_ids=(9, 2)))
     assert [task_of(card) for card in cards] == ["chat", "complete", "embed", "score"]
 
 
