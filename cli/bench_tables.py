@@ -67,7 +67,9 @@ def sweep_rows(runs: Sequence[Figures]) -> list[list[str]]:
 
 def sweep_table(runs: Sequence[Figures]) -> str:
     """Format a sweep as lines of text, times in milliseconds."""
-    return "".join("".join(f"{cell:>10}" for cell in row) + "\n" for row in sweep_rows(runs))
+    rows = sweep_rows(runs)
+    widths = [2 + max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "".join("".join(map(str.rjust, row, widths)) + "\n" for row in rows)
 
 
 def comparison(first: Path, second: Path) -> str:

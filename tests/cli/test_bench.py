@@ -113,8 +113,8 @@ def test_a_sweep_ends_at_the_rate_that_saturates(
     assert rates == [50, 100, 200, 400][: len(rates)]
     assert rates
     out = capsys.readouterr().out
-    assert "rate     req/s  tokens/s  TTFT p50" in out
-    assert f"\n{'50':>10}" in out
+    assert "rate req/s tokens/s TTFT p50 p99 ITL p50 p99 failed in SLO" in " ".join(out.split())
+    assert f"\n{'50':>6}" in out
     assert "100%" in out
     assert ("saturated at" in out) or len(rates) == 4
     prompts = [body["prompt"] for body in server.requests if "max_tokens" in body]
