@@ -22,8 +22,10 @@ RATES = {
 }
 COMPARED_PERCENTILES = ("p50", "p99")
 # What two runs must have in common, or their figures differ for that reason.
-LOAD = ("model", "endpoint", "dataset", "rate", "concurrency", "input_tokens")
-LOAD += ("output_tokens_asked", "requests")
+LOAD = (
+    *("model", "endpoint", "dataset", "rate", "concurrency"),
+    *("input_tokens", "output_tokens_asked", "requests"),
+)
 
 
 def run_table(figures: Figures) -> str:

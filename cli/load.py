@@ -125,7 +125,7 @@ def is_saturated(samples: Sequence[Sample]) -> bool:
     samples."""
     if any(sample.error for sample in samples):
         return True
-    starts, ends = ([getattr(s, name) for s in samples] for name in ("started", "ended"))
+    starts, ends = [s.started for s in samples], [s.ended for s in samples]
     if len(samples) < 2 or max(ends) <= min(ends):
         return False
     return (max(starts) - min(starts)) / (max(ends) - min(ends)) < SATURATED
