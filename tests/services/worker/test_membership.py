@@ -157,9 +157,9 @@ async def test_loads_are_the_newest_and_at_most_twenty_a_second(make: Any) -> No
     for running in range(1, 301):
         member.report(pb.Load(running=running))
         await asyncio.sleep(0.001)
-    await eventually(lambda: bool(router.leases[0].of("heartbeat")[-1:]) and
-                router.leases[0].of("heartbeat")[-1].running == 300)  # fmt: skip
-    loads = router.leases[0].of("heartbeat")
+    await eventually(lambda: bool(router.leases[0].of("load")[-1:]) and
+                router.leases[0].of("load")[-1].running == 300)  # fmt: skip
+    loads = router.leases[0].of("load")
     assert 1 < len(loads) <= (time.monotonic() - began) / LOAD_INTERVAL_S + 2
     assert [x.running for x in loads] == sorted({x.running for x in loads})
 
@@ -187,7 +187,7 @@ async def test_steady_loads_are_sent_ten_times_a_second(make: Any) -> None:
     for blocks in range(600):
         member.report(pb.Load(running=1 + blocks // 300, blocks_free=blocks))
         await asyncio.sleep(0.001)
-    await eventually(lambda: any(x.blocks_free == 599 for x in router.leases[0].of("heartbeat")))
+    await eventually(lambda: any(x.blocks_free == 599 for x in router.leases[0].of("load")))
     loads = [(at, r.load) for at, r in router.leases[0].reports if r.HasField("load")]
     steady: list[float] = []
     for (at, load), (later, following) in pairwise(loads):
