@@ -1,5 +1,6 @@
 """Compare the engine with vLLM on one GPU: models with random weights, the same requests, no
 server, no prefix reuse.
+
     export PYTHONPATH=.src:benchmarks/gpu:tests/support
     python benchmarks/gpu/peers.py pdserve          # each in an environment that has the package
     python benchmarks/gpu/peers.py vllm
