@@ -74,7 +74,9 @@ class PromptMaker:
 
     def default_params(self) -> SamplingParams:
         """Return the params that the model recommends; the engine's defaults for the others."""
-        return SamplingParams(**self._steps.sampling_defaults(RequestedSampling()))
+        requested = RequestedSampling()
+        values = self._steps.sampling_defaults(requested)
+        return SamplingParams(**values, max_tokens=self._steps.max_tokens(requested))
 
     def text(self, prompt: Prompt, params: SamplingParams | None, priority: int) -> PreparedRequest:
         """Build the request of a prompt. Raises InvalidRequest, TypeError for a non-prompt."""

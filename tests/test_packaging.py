@@ -21,7 +21,8 @@ from pdserve.cli.up.command import ENTRIES
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = {n: lines for n, lines in PROJECT["optional-dependencies"].items() if n != "test"}
+DEVELOPERS = ("docs", "test")  # extras of the repository alone
+EXTRAS = {n: lines for n, lines in PROJECT["optional-dependencies"].items() if n not in DEVELOPERS}
 FOLDERS = ("cli", "engine", "gateway", "kernels", "llm", "services", "text")
 # Files that import an extra's package in a function -> the file that has checked for it before.
 CHECKED = {

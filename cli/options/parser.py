@@ -161,7 +161,7 @@ def check_flags(
 def did_you_mean(name: str, flags: Collection[str]) -> str:
     """Return the suggestion of the flag most similar to a mistyped one; empty if none is."""
     names = {flag.lstrip("-"): flag for flag in flags}  # dashes must not count as similarity
-    matches = get_close_matches(name.lstrip("-"), names, n=1, cutoff=0.7)
+    matches = get_close_matches(name.lstrip("-"), names, n=1, cutoff=0.65)
     return f" (did you mean {names[matches[0]]}?)" if matches else ""
 
 

@@ -35,7 +35,7 @@ def test_the_shipped_model_may_not_be_installed(monkeypatch: pytest.MonkeyPatch)
     (other,) = re.findall(r"--model (\S+)", str(raised.value))
     found = find(other)
     assert isinstance(found, HubModel)
-    assert str(found.file).endswith(".gguf")
+    assert found.is_gguf
 
 
 def test_served_names(subtests: pytest.Subtests, tmp_path: Path) -> None:
