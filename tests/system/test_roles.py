@@ -23,7 +23,7 @@ from pdserve.services.common.server import HEALTH_CHECK
 PLACES = (Role.ROUTER, Role.PREFILL, Role.DECODE)
 CODE = grpc.StatusCode
 # Status codes that an empty message gets from the method itself.
-HEARD = (CODE.OK, CODE.INVALID_ARGUMENT, CODE.NOT_FOUND)
+HEARD = (CODE.OK, CODE.INVALID_ARGUMENT, CODE.NOT_FOUND, CODE.FAILED_PRECONDITION)
 Channels = dict[tuple[Role, Role], grpc.Channel]
 
 
