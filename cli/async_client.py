@@ -10,7 +10,7 @@ import json
 import ssl
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import httptools
 
@@ -65,8 +65,7 @@ class _Connection(asyncio.Protocol):
         self._done: asyncio.Future[Response] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     async def send(self, request: bytes, on_body: OnBody | None) -> Response:
         """Send a request; return its response. With `on_body`, pass it the pieces of a 2xx
