@@ -5,19 +5,26 @@ import json
 import random
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from pdserve.cli.async_client import AsyncApi
+from pdserve.cli.bench_dataset import DatasetError, Entry, read_dataset
+from pdserve.cli.bench_page import page
+from pdserve.cli.bench_tables import comparison, run_table, sweep_table
 from pdserve.cli.commands import STOPPED
 from pdserve.cli.http_client import ApiError
 from pdserve.cli.load import (
-    PERCENTILES,
     Sample,
     closed_loop,
+    is_saturated,
     open_loop,
+    output_rates,
+    parse_rates,
     parse_slo,
     send_request,
     summarize,
@@ -39,13 +46,6 @@ WORDS = tuple(_TEXT.split(" "))
 TRIES = 40
 NO_ROUTE = (404, 405, 501)
 CountTokens = Callable[[str], Awaitable[int]]
-TIMES = {
-    "ttft_ms": "time to first token",
-    "itl_ms": "between two tokens",
-    "tpot_ms": "time per output token",
-    "e2e_ms": "whole request",
-}
-COLUMNS = ("mean", *(f"p{p}" for p in PERCENTILES), "max")
 BINS, BAR = 10, 40  # of a histogram: rows, columns
 SLOTS = 60  # columns of the line over time
 EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -103,30 +103,6 @@ async def prompt_of_length(rng: random.Random, num_tokens: int, tokens: CountTok
     )
 
 
-def table(figures: Mapping[str, Any]) -> str:
-    """Format a benchmark's statistics as a table of text lines."""
-    lines = [
-        f"{figures['completed']} of {figures['requests']} requests in "
-        f"{figures['duration_s']:.1f} s, {figures['mean_concurrency']:.1f} at once on average",
-        f"{figures['requests_per_s']:.2f} requests/s, {figures['output_tokens_per_s']:.1f} output "
-        f"tokens/s, {figures['total_tokens_per_s']:.1f} tokens/s in all",
-        "",
-        f"{'milliseconds':22}" + "".join(f"{name:>9}" for name in COLUMNS),
-    ]
-    for key, title in TIMES.items():
-        lines.append(f"{title:22}" + "".join(f"{figures[key][name]:9.1f}" for name in COLUMNS))
-    if "slo_ms" in figures:
-        bounds = ", ".join(f"{name} {bound:g} ms" for name, bound in figures["slo_ms"].items())
-        lines += [
-            "",
-            f"goodput: {figures['goodput_requests_per_s']:.2f} requests/s met {bounds} "
-            f"({figures['slo_attainment']:.0%})",
-        ]
-    for message, count in figures["errors"].items():
-        lines.append(f"{count} failed: {message}")
-    return "".join(f"{line}\n" for line in lines)
-
-
 def plot(samples: Sequence[Sample]) -> str:
     """Draw a benchmark's results as text: histograms of the time to first token and of the gaps
     between tokens, and the output tokens per second over time. Empty if no request succeeded."""
@@ -172,69 +148,137 @@ def bar(share: float) -> str:
 def over_time(samples: Sequence[Sample]) -> str:
     """Draw the output tokens per second, from the start of the first request to the end of the
     last, as one line of text under a heading."""
-    begin = min(sample.started for sample in samples)
-    span = max(sample.ended for sample in samples) - begin
-    if span <= 0:
+    rates = [rate for _, rate in output_rates(samples, SLOTS)]
+    if not rates:
         return ""
-    counts = [0.0] * SLOTS
-    for sample in samples:
-        tokens_per_text = sample.output_tokens / len(sample.arrivals)  # tokens of one text
-        for arrival in sample.arrivals:
-            counts[min(SLOTS - 1, int((arrival - begin) / span * SLOTS))] += tokens_per_text
-    max_count = max(counts)
-    line = "".join(EIGHTHS[round(count / max_count * 8)] for count in counts)
-    rate = max_count * SLOTS / span
-    return f"\noutput tokens/s over {span:.1f} s, at most {rate:.0f}\n{line}\n"
+    line = "".join(EIGHTHS[round(rate / max(rates) * 8)] for rate in rates)
+    span = max(sample.ended for sample in samples) - min(sample.started for sample in samples)
+    return f"\noutput tokens/s over {span:.1f} s, at most {max(rates):.0f}\n{line}\n"
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Run the benchmark and print its results. Returns 0 if every request succeeded, 1 if one
-    failed or nothing could be measured, STOPPED after Ctrl-C. Raises ApiError if the benchmark
-    cannot begin."""
+    """Run the benchmark and print its results, or compare two earlier ones. Returns 0 if every
+    request succeeded, 1 if one failed or nothing could be measured, STOPPED after Ctrl-C. In a
+    sweep, a rate that saturates the server is no failure. Raises ApiError if the benchmark cannot
+    begin."""
     options = settings.build(BenchSettings)
-    if options.rate and settings.values["concurrency"].given:
-        raise OptionError(
-            "--rate and --concurrency exclude each other: the load is an open or a closed loop"
-        )
+    if options.compare:
+        return _compare(options.compare)
+    _check_given(settings)
     try:
         slo = parse_slo(options.slo)
     except ValueError as error:
         raise OptionError(f"--slo: {error}") from None
-    if options.json:
-        try:
-            Path(options.json).open("a").close()  # fail before the load, not after it
-        except OSError as error:
-            raise OptionError(f"--json: {error}") from None
+    try:
+        rates = parse_rates(options.sweep) if options.sweep else []
+    except ValueError as error:
+        raise OptionError(f"--sweep: {error}") from None
+    entries = _entries(options)
+    files = {"--json": options.json, "--html": options.html}
+    for flag, name in files.items():
+        if name:
+            try:
+                Path(name).open("a").close()  # fail before the load, not after it
+            except OSError as error:
+                raise OptionError(f"{flag}: {error}") from None
     view = progress_on(sys.stderr)
-    bench = Bench(options, view)
+    bench = Bench(options, entries, rates, view)
     try:
         stopped = asyncio.run(bench.run())
     finally:
         view.close()
-    figures = {**bench.load, **summarize(bench.samples, slo)}
-    print(f"{bench.title}\n{table(figures)}{plot(bench.samples)}", end="")
-    if options.json:
+    runs = [{**load.facts, **summarize(load.samples, slo)} for load in bench.loads]
+    samples = bench.loads[0].samples if bench.loads else []
+    if rates:
+        print(f"{bench.title}\n\n{sweep_table(runs)}{bench.saturated_text}", end="")
+    elif runs:
+        print(f"{bench.title}\n{run_table(runs[0])}{plot(samples)}", end="")
+    result = {"runs": runs} if rates else next(iter(runs), {})
+    texts = {"--json": json.dumps(result, indent=2) + "\n"}
+    texts["--html"] = page(bench.title, runs, samples) if options.html and runs else ""
+    for flag, name in files.items():
         try:
-            Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
+            if name and runs:
+                Path(name).write_text(texts[flag], encoding="utf-8")
         except OSError as error:
-            print(f"pdserve bench: --json: {error}", file=sys.stderr)
+            print(f"pdserve bench: {flag}: {error}", file=sys.stderr)
             return 1
     if stopped:
         return STOPPED
-    return 1 if figures["errors"] or not figures["completed"] else 0
+    failed = not runs or not runs[0]["completed"] or any(run["errors"] for run in runs[:-1])
+    return 1 if failed or (not rates and runs[0]["errors"]) else 0
+
+
+def _compare(files: Sequence[str]) -> int:
+    """Print the comparison of two result files. Raises OptionError."""
+    if len(files) != 2:
+        raise OptionError(f"--compare needs two files, not {len(files)}: --compare A --compare B")
+    try:
+        print(comparison(Path(files[0]), Path(files[1])), end="")
+    except ValueError as error:
+        raise OptionError(f"--compare: {error}") from None
+    return 0
+
+
+def _check_given(settings: Settings) -> None:
+    """Raise OptionError if options exclude each other."""
+    values = settings.values
+    if values["rate"].value and values["concurrency"].given:
+        raise OptionError(
+            "--rate and --concurrency exclude each other: the load is an open or a closed loop"
+        )
+    if values["sweep"].value:
+        for name in ("rate", "concurrency"):
+            if values[name].given:
+                raise OptionError(f"--sweep and --{name} exclude each other")
+    if values["dataset"].value and values["input_tokens"].given:
+        raise OptionError("--dataset and --input-tokens exclude each other")
+
+
+def _entries(options: BenchSettings) -> list[Entry]:
+    """Return the requests of the dataset; empty without one. Raises OptionError."""
+    if not options.dataset:
+        return []
+    try:
+        entries = read_dataset(Path(options.dataset))
+    except DatasetError as error:
+        raise OptionError(f"--dataset: {error}") from None
+    if options.endpoint != "chat" and any(entry.messages for entry in entries):
+        raise OptionError(f"--dataset: {options.dataset} has messages; add --endpoint chat")
+    return entries
+
+
+@dataclass
+class Load:
+    """One measured load: what it was (`facts`), and a sample for each request that has ended."""
+
+    facts: dict[str, Any]
+    samples: list[Sample] = field(default_factory=list)
 
 
 class Bench:
-    """One run of the benchmark; adds a sample to `samples` at the end of each request."""
+    """One run of the benchmark, with one load, or with one for each rate of a sweep. Loads are
+    added to `loads` as they begin."""
 
-    def __init__(self, options: BenchSettings, view: ProgressView) -> None:
+    def __init__(
+        self,
+        options: BenchSettings,
+        entries: Sequence[Entry],
+        rates: Sequence[float],
+        view: ProgressView,
+    ) -> None:
+        """`entries`: the requests of a dataset; random prompts are made if it is empty. `rates`:
+        those of a sweep, which ends at the first one that saturates the server; empty for one
+        load."""
         # A repeated prompt would be in the server's prefix cache.
         self._seed = options.random_seed or random.randrange(1, 1 << 31)
         self._options = options
+        self._entries = entries
+        self._sweep = rates
         self._view = view
-        self.samples: list[Sample] = []
-        self.load: dict[str, Any] = {}
+        self.loads: list[Load] = []
         self.title = ""
+        self.saturated_text = ""  # a line for the user if a sweep ended early
 
     async def run(self) -> bool:
         """Send all requests of the benchmark; return whether Ctrl-C or SIGTERM stopped it. Raises
@@ -252,68 +296,93 @@ class Bench:
         api = AsyncApi(options)
         try:
             model = options.model or await api.first_model()
-            total = options.requests + options.warmup
-            self._view.update("making prompts", 0.0)
-            prompts, exact = await make_prompts(api, model, total, options.input_tokens, self._seed)
-            self._view.update("making prompts", 1.0)
+            rates: Sequence[float] = self._sweep or [options.rate]
+            total = options.requests * len(rates) + options.warmup
+            entries, exact = await self._requests(api, model, total)
             self._describe(api, model, exact)
-            bodies = (self._body(model, prompt) for prompt in prompts)
-            await self._send(api, PATHS[options.endpoint], bodies)
+            bodies = (self._body(model, entry) for entry in entries)
+            for _, body in zip(range(options.warmup), bodies, strict=False):
+                await send_request(api, PATHS[options.endpoint], body, _ignore)
+            for rate in rates:
+                load = Load(self._facts(model, exact, rate))
+                self.loads.append(load)
+                await self._send(api, islice(bodies, options.requests), load, rate)
+                if self._sweep and is_saturated(load.samples):
+                    self.saturated_text = f"\nsaturated at {rate:g} requests/s\n"
+                    return
         finally:
             api.close()
 
-    async def _send(self, api: AsyncApi, path: str, bodies: Iterator[bytes]) -> None:
-        """Send the warm-up requests, whose results are discarded, and then the measured
-        requests."""
+    async def _requests(
+        self, api: AsyncApi, model: str, count: int
+    ) -> tuple[Iterable[Entry], bool | None]:
+        """Return the requests of the benchmark, and whether their lengths are exact; None for those
+        of a dataset, which are repeated if there are fewer than `count`."""
+        if self._entries:
+            return islice(cycle(self._entries), count), None
+        self._view.update("making prompts", 0.0)
+        num_tokens = self._options.input_tokens
+        prompts, exact = await make_prompts(api, model, count, num_tokens, self._seed)
+        self._view.update("making prompts", 1.0)
+        return map(Entry, prompts), exact
+
+    async def _send(self, api: AsyncApi, bodies: Iterator[bytes], load: Load, rate: float) -> None:
         options = self._options
-        for _, body in zip(range(options.warmup), bodies, strict=False):
-            await send_request(api, path, body, _ignore)
+        name = f"{rate:g} requests/s" if self._sweep else "requests"
 
         def on_sample(sample: Sample) -> None:
-            self.samples.append(sample)
-            self._view.update("requests", len(self.samples) / options.requests)
+            load.samples.append(sample)
+            self._view.update(name, len(load.samples) / options.requests)
 
-        self._view.update("requests", 0.0)
-        if options.rate:
-            await open_loop(api, path, bodies, options.rate, self._seed, on_sample)
+        self._view.update(name, 0.0)
+        path = PATHS[options.endpoint]
+        if rate:
+            await open_loop(api, path, bodies, rate, self._seed, on_sample)
         else:
             await closed_loop(api, path, bodies, options.concurrency, on_sample)
 
-    def _describe(self, api: AsyncApi, model: str, exact: bool) -> None:
+    def _describe(self, api: AsyncApi, model: str, exact: bool | None) -> None:
         options = self._options
-        load_text = (
-            f"open loop, {options.rate:g} requests/s (Poisson)"
-            if options.rate
-            else f"closed loop, {options.concurrency} at once"
-        )
+        load_text = f"closed loop, {options.concurrency} at once, "
+        if options.rate:
+            load_text = f"open loop, {options.rate:g} requests/s (Poisson), "
+        if self._sweep:
+            load_text = "open loops (Poisson), for each rate "
         length_unit = "tokens" if exact else "words (the server has no /tokenize)"
+        length_text = f"{options.input_tokens} {length_unit} in"
+        if exact is None:
+            length_text = f"{options.dataset} ({len(self._entries)} requests)"
         self.title = (
-            f"{model} at {api.url}: {load_text}, {options.requests} requests of "
-            f"{options.input_tokens} {length_unit} in, {options.output_tokens} tokens out"
+            f"{model} at {api.url}: {load_text}{options.requests} requests of {length_text}, "
+            f"{options.output_tokens} tokens out"
         )
-        self.load = {
+
+    def _facts(self, model: str, exact: bool | None, rate: float) -> dict[str, Any]:
+        options = self._options
+        return {
             "model": model,
             "endpoint": options.endpoint,
-            "rate": options.rate or None,
-            "concurrency": None if options.rate else options.concurrency,
-            "input_tokens": options.input_tokens,
+            "dataset": options.dataset or None,
+            "rate": rate or None,
+            "concurrency": None if rate else options.concurrency,
+            "input_tokens": None if exact is None else options.input_tokens,
             "input_is_exact": exact,
             "output_tokens_asked": options.output_tokens,
             "seed": self._seed,
         }
 
-    def _body(self, model: str, prompt: str) -> bytes:
+    def _body(self, model: str, entry: Entry) -> bytes:
         options = self._options
         body: dict[str, Any] = {
             "model": model,
-            "max_tokens": options.output_tokens,
+            "max_tokens": entry.max_tokens or options.output_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         if options.endpoint == "chat":
-            body["messages"] = [{"role": "user", "content": prompt}]
+            body["messages"] = entry.messages or [{"role": "user", "content": entry.prompt}]
         else:
-            body["prompt"] = prompt
+            body["prompt"] = entry.prompt
         if options.temperature >= 0:
             body["temperature"] = options.temperature
         if options.ignore_eos:

@@ -7,6 +7,8 @@ The client keeps the history of the conversation; the server keeps none.
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import Any, TextIO
 
 from pdserve.cli.chat_terminal import (
@@ -118,14 +120,20 @@ class Conversation:
                 parts.append(text)
                 view.write(text)
             if choice.get("finish_reason") == "length":
-                limit = f"after {self.max_tokens} tokens by --max-tokens"
-                server_limit = "at the token limit of the server"
-                note = f"[truncated {limit if self.max_tokens else server_limit}]"
+                note = f"[truncated {self._limit_text()}]"
         usage = event.get("usage") or {}
         is_full = usage.get("total_tokens", 0) >= self.context_len > 0
         if is_full and usage.get("completion_tokens", 0) != self.max_tokens:
             note = f"[the context of {self.context_len} tokens is full; /reset clears it]"
         return note
+
+    def _limit_text(self) -> str:
+        """Return which limit has truncated a response, as text for the user."""
+        if self.max_tokens:
+            return f"after {self.max_tokens} tokens by --max-tokens"
+        if recommended := (self.recommended or {}).get("max_tokens"):
+            return f"after {recommended} tokens, as recommended for this model; see --max-tokens"
+        return "at the token limit of the server"
 
     def _events(self, messages: list[dict[str, str]]) -> Generator[dict[str, Any], None, None]:
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -168,7 +176,7 @@ COMMANDS = {
 }
 KEYS = (
     "Enter: send. Alt-Enter, or a backslash at the end of a line and Enter: start a new line. "
-    "Up and Down: earlier lines. Ctrl-C: stop an answer."
+    "Up and Down: earlier lines. Ctrl-C: stop an answer, or clear the line."
 )
 
 
@@ -226,8 +234,14 @@ class Repl:
         """Run a /command of the chat; return the text to show the user."""
         conversation = self._conversation
         if command == "/help":
-            rows = [f"  {name:14}{text}" for name, text in COMMANDS.items()]
-            return "\n".join([*rows, KEYS, f"Sampling: {conversation.sampling}."])
+            width = get_terminal_size().columns
+            indent = " " * 16
+            rows = [
+                fill(f"  {name:14}{text}", width, subsequent_indent=indent)
+                for name, text in COMMANDS.items()
+            ]
+            rows += [fill(text, width) for text in (KEYS, f"Sampling: {conversation.sampling}.")]
+            return "\n".join(rows)
         if command == "/reset":
             conversation.reset()
             return "the conversation is cleared"

@@ -129,6 +129,13 @@ def _toolkit_reader(history: Path | None, commands: Collection[str]) -> Callable
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
+    @keys.add("c-c")
+    def _(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt)
+
     session: PromptSession[str] = PromptSession(
         SIGN,
         multiline=True,

@@ -41,15 +41,11 @@ def ls(settings: Settings, positionals: Mapping[str, str]) -> int:
 def _rows() -> Iterator[tuple[str, str, str]]:
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
-    from pdserve.engine.checkpoints import CheckpointError
-    from pdserve.engine.checkpoints.resolve import served_name, shipped_model
+    from pdserve.engine.api.default_model import default_model
+    from pdserve.engine.checkpoints.resolve import served_name
 
-    try:
-        path = shipped_model()
-        name = f"{served_name(path)} (ships with pdserve)"
-        yield name, _size(path.stat().st_size), _day(path.stat().st_mtime)
-    except CheckpointError:
-        pass  # it is not installed
+    if path := default_model():
+        yield f"{served_name(path)} (default)", _size(path.stat().st_size), _day(path.stat().st_mtime)
     try:
         repos = scan_cache_dir().repos
     except CacheNotFound:  # nothing was ever downloaded

@@ -8,6 +8,7 @@ is the mean time per output token after the first, E2E is the time of the whole 
 
 import asyncio
 import json
+import math
 import random
 import re
 import time
@@ -20,6 +21,8 @@ from pdserve.cli.http_client import ApiError
 
 PERCENTILES = (50, 90, 95, 99)
 SLO_TIMES = ("ttft", "itl", "tpot", "e2e")
+MAX_RATES = 100  # of a sweep
+SATURATED = 0.8  # of the rate of requests; random arrivals alone seldom cause less
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)?")
 _SECONDS = {"ms": 1e-3, "s": 1.0}
 Bodies = Iterator[bytes]
@@ -90,6 +93,59 @@ def parse_slo(text: str) -> dict[str, float]:
             )
         bounds[name] = float(match[1]) * _SECONDS[match[2] or "ms"]
     return bounds
+
+
+def parse_rates(text: str) -> list[float]:
+    """Parse rates in requests per second: a list such as "1,2,4", or START:STOP:FACTOR, which
+    multiplies START by FACTOR up to STOP. Raises ValueError unless they are positive and grow, and
+    at most MAX_RATES."""
+    try:
+        if ":" in text:
+            start, stop, factor = map(float, text.split(":"))
+            if not (0 < start <= stop < math.inf and 1 < factor < math.inf):
+                raise ValueError
+            num = 1 + math.floor(math.log(stop / start) / math.log(factor) + 1e-9)
+            rates = [start * factor**n for n in range(min(num, MAX_RATES + 1))]
+        else:
+            rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        rates = []
+    grows = all(a < b for a, b in zip([0.0, *rates], [*rates, math.inf], strict=True))
+    if not rates or not grows or len(rates) > MAX_RATES:
+        raise ValueError(
+            f"{text!r} is neither a growing list of rates, such as 1,2,4, nor START:STOP:FACTOR, "
+            f"such as 1:16:2; at most {MAX_RATES} rates"
+        )
+    return rates
+
+
+def is_saturated(samples: Sequence[Sample]) -> bool:
+    """Return whether a server could not keep up with an open loop: a request failed, or responses
+    ended at less than SATURATED of the rate at which requests began. False for fewer than two
+    samples."""
+    if any(sample.error for sample in samples):
+        return True
+    starts, ends = [s.started for s in samples], [s.ended for s in samples]
+    if len(samples) < 2 or max(ends) <= min(ends):
+        return False
+    return (max(starts) - min(starts)) / (max(ends) - min(ends)) < SATURATED
+
+
+def output_rates(samples: Sequence[Sample], num_parts: int) -> list[tuple[float, float]]:
+    """Return the output tokens per second in equal parts of the time from the first request's start
+    to the last one's end, each with the time in seconds at its middle. `samples` are without
+    errors; the result is empty if they took no time."""
+    begin = min((sample.started for sample in samples), default=0.0)
+    span = max((sample.ended for sample in samples), default=0.0) - begin
+    if span <= 0:
+        return []
+    counts = [0.0] * num_parts
+    for sample in samples:
+        tokens_per_text = sample.output_tokens / len(sample.arrivals)
+        for arrival in sample.arrivals:
+            part = min(num_parts - 1, int((arrival - begin) / span * num_parts))
+            counts[part] += tokens_per_text
+    return [((n + 0.5) * span / num_parts, c * num_parts / span) for n, c in enumerate(counts)]
 
 
 def meets_slo(sample: Sample, slo: Mapping[str, float]) -> bool:

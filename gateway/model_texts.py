@@ -49,7 +49,10 @@ class ModelTexts:
     ) -> list[int]:
         """Return the token ids of a conversation."""
         if not model.text.has_template:
-            text = f"the model {model.card.name!r} has no chat template"
+            text = (
+                f"the model {model.card.name!r} cannot chat: it is a base model, which has no chat "
+                "template; send a prompt to /v1/completions instead"
+            )
             raise refuse(conversation.messages_field, text)
         for name in conversation.variables:
             if name not in self._template_kwargs:

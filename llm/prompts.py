@@ -127,7 +127,11 @@ class PromptMaker:
     def _rendered(self, request: ChatCompletionRequest) -> Rendered:
         conversation = self._steps.conversation(request)
         if self._text.template is None:
-            raise TextError(f"the model {self._name!r} has no chat template", request.prompt_field)
+            text = (
+                f"the model {self._name!r} cannot chat: it is a base model, which has no chat "
+                "template; use generate instead"
+            )
+            raise TextError(text, request.prompt_field)
         return self._text.template.render(conversation)
 
     def _prepared(

@@ -18,8 +18,9 @@ logger = logging.getLogger(__name__)
 class GenerationDefaults:
     """Defaults for params that a request omits; None if the file omits them too.
 
-    The file's max_new_tokens and max_length are ignored: the default is the rest of the context.
-    do_sample is ignored because files leave it at false beside a recommended temperature.
+    max_tokens comes only from pdserve's own recommendations (engine/checkpoints/card.py). The
+    max_new_tokens and max_length of model files are ignored: the default is the rest of the
+    context. do_sample is ignored because files leave it at false beside a recommended temperature.
     """
 
     temperature: float | None = None
@@ -27,6 +28,7 @@ class GenerationDefaults:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    max_tokens: int | None = None
 
     @classmethod
     def from_json(cls, data: bytes | str) -> "GenerationDefaults":
@@ -61,7 +63,7 @@ class OperatorConfig:
 def operator_config(config: Mapping[str, Any], *, strict: bool = False) -> OperatorConfig:
     """Convert an operator's config. Other names are ignored, as in a model's file, or refused if
     `strict`. Raises ValueError with the reason if a value is invalid or a name is refused."""
-    names = [item.name for item in fields(GenerationDefaults)]
+    names = [item.name for item in fields(GenerationDefaults) if item.name != "max_tokens"]
     unknown = sorted(config.keys() - {*names, _CAP})
     if strict and unknown:
         known = ", ".join((*names, _CAP))
@@ -77,7 +79,7 @@ def operator_config(config: Mapping[str, Any], *, strict: bool = False) -> Opera
 
 
 _CAP = "max_new_tokens"
-_WHOLE = ("top_k", _CAP)
+_WHOLE = ("top_k", "max_tokens", _CAP)
 _BOUNDED_AS = {_CAP: "max_tokens"}
 
 

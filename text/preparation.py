@@ -56,10 +56,10 @@ class Preparation:
         return self.parsers.families(self.tool_parser, self.reasoning_parser)
 
     def sampling_defaults(self, requested: RequestedSampling) -> dict[str, Any]:
-        """Return the parameters that a model may recommend, as the engine takes them: the client's
-        values, else the model's, else the engine's."""
+        """Return the sampling parameters that a model may recommend, as the engine takes them: the
+        client's values, else the defaults, else the engine's."""
         values: dict[str, Any] = {}
-        for name in (item.name for item in fields(self.defaults)):
+        for name in (item.name for item in fields(self.defaults) if item.name != "max_tokens"):
             sources = (requested, self.defaults, _ENGINE_DEFAULTS)
             candidates = (getattr(source, name) for source in sources)
             values[name] = next(value for value in candidates if value is not None)
@@ -69,8 +69,12 @@ class Preparation:
         return values
 
     def max_tokens(self, requested: RequestedSampling) -> int | None:
-        """Return how many tokens an answer may have; None: all that fit into the context."""
-        limits = (requested.max_tokens, self.max_new_tokens)
+        """Return how many tokens an answer may have; None: all that fit into the context. A
+        recommended max_tokens gives way to a larger min_tokens of the client."""
+        limit = requested.max_tokens
+        if limit is None and self.defaults.max_tokens is not None:
+            limit = max(self.defaults.max_tokens, requested.min_tokens)
+        limits = (limit, self.max_new_tokens)
         return min((limit for limit in limits if limit is not None), default=None)
 
     def check_model_bounds(self, requested: RequestedSampling) -> None:
@@ -148,8 +152,9 @@ class Preparation:
         """Return the engine's parameters for one prompt that `check_prompt` has accepted.
         `sampling`: the result of `format`.
 
-        Without a max_tokens, or with one beyond the context, the engine's max_tokens is None, which
-        requests all room: only the engine knows how much n choices have.
+        Without a max_tokens of the client or the model, or with one beyond the context, the
+        engine's max_tokens is None, which requests all room: only the engine knows how much n
+        choices have.
         """
         r, context_len, prompt_len = sampling, self.limits.context_len, len(ids)
         values: dict[str, Any] = {item.name: getattr(r, item.name) for item in fields(ClientParams)}

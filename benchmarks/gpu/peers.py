@@ -1,14 +1,14 @@
-"""Compare the engine with vLLM or nano-vllm on one GPU: the same models with random weights, the
-same requests, no server, no prefix reuse.
+"""Compare the engine with vLLM on one GPU: models with random weights, the same requests, no
+server, no prefix reuse.
 
+    export PYTHONPATH=.src:benchmarks/gpu:tests/support
     python benchmarks/gpu/peers.py pdserve          # each in an environment that has the package
     python benchmarks/gpu/peers.py vllm
-    python benchmarks/gpu/peers.py nano-vllm
     python benchmarks/gpu/peers.py pdserve --fake   # on a CPU, interpreted, tiny sizes
 
 Prints one JSON object per load. Seconds run from the submission of all requests to their last
-token; tokens are output tokens, except for the load "prefill". PYTHONPATH needs .src,
-benchmarks/gpu and tests/support.
+token. Loads named "decode" run twice, with one new token and with more, and their figure is of the
+difference.
 """
 
 import argparse
@@ -28,7 +28,6 @@ import numpy as np
 
 REPEAT = 2
 TEMPERATURE = 0.6
-GENERAL = {"hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,26 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that are submitted at once. `prefill` counts the tokens of their prompts."""
+    """Requests that are submitted at once, other ones for each run."""
 
     name: str
     prompts: Callable[[int], list[Prompt]]  # by the number of the run
-    prefill: bool = False
+
+    def seconds(self, contender: "Contender", number: int) -> float:
+        """Return the seconds of a run, for a decode load without those of its first tokens."""
+        prompts = self.prompts(number)
+        seconds = contender.run(prompts)
+        if self.name.startswith("decode"):
+            seconds -= contender.run([Prompt(one.ids, 1) for one in self.prompts(number + 50)])
+        return seconds
+
+    def num_tokens(self, number: int) -> int:
+        """Return the tokens that a run's speed counts: of prompts if the load is a prefill."""
+        prompts = self.prompts(number)
+        if self.name.startswith("prefill"):
+            return sum(len(one.ids) for one in prompts)
+        first = len(prompts) if self.name.startswith("decode") else 0
+        return sum(one.new_tokens for one in prompts) - first
 
 
 class Contender(Protocol):
@@ -78,18 +92,22 @@ def loads(fake: bool) -> dict[str, list[Load]]:
     if fake:
         return {
             "qwen": [Load("short prompts", lambda n: even(4, 16, 6, 260, n))],
-            "llama": [Load("prefill", lambda n: even(1, 40, 1, 260, n), prefill=True)],
+            "llama": [
+                Load("decode, 1 row", lambda n: even(1, 20, 5, 260, n)),
+                Load("prefill of 40", lambda n: even(1, 40, 1, 260, n)),
+            ],
         }
     qwen, llama = 151936, 128256
     return {
         "qwen": [
             Load("short prompts", lambda n: even(256, 16, 1024, qwen, 100 + n)),
-            Load("mixed", lambda n: mixed(256, 100, 1024, qwen, 1)),
+            Load("mixed prompts", lambda n: mixed(256, 100, 1024, qwen, 1 + n)),
         ],
         "llama": [
-            Load("1 row", lambda n: even(1, 1000, 129, llama, 10 + n)),
-            Load("64 rows", lambda n: even(64, 1000, 129, llama, 20 + n)),
-            Load("prefill", lambda n: even(1, 8192, 1, llama, 30 + n), prefill=True),
+            Load("decode, 1 row", lambda n: even(1, 1000, 129, llama, 10 + n)),
+            Load("decode, 64 rows", lambda n: even(64, 1000, 129, llama, 20 + n)),
+            Load("prefill of 8,192", lambda n: even(1, 8192, 1, llama, 30 + n)),
+            Load("prefill of 64 x 1,000", lambda n: even(64, 1000, 1, llama, 40 + n)),
         ],
     }
 
@@ -180,37 +198,37 @@ class Pdserve:
 
 
 class Vllm:
-    """vLLM, or nano-vllm with the same interface, with its defaults but random weights."""
+    """vLLM with its defaults, but random weights and no prefix cache."""
 
-    def __init__(self, package: str, model: str, largest: list[Prompt]) -> None:
-        import importlib
-
+    def __init__(self, model: str, largest: list[Prompt]) -> None:
         from random_models import LLAMA_8B, QWEN3_0_6B
+        from vllm import LLM
 
-        self._package = importlib.import_module(package.replace("nano-vllm", "nanovllm"))
-        folder = Path(tempfile.mkdtemp())
         config = {"qwen": QWEN3_0_6B, "llama": LLAMA_8B}[model]
-        (folder / "config.json").write_text(json.dumps(GENERAL | config))
-        (folder / "generation_config.json").write_text("{}")
-        words: dict[str, Any] = {"max_num_seqs": len(largest), "max_model_len": 9000}
-        if package == "vllm":
-            words |= {
-                "load_format": "dummy",
-                "skip_tokenizer_init": True,
-                "enable_prefix_caching": False,
-            }
-        self._llm = self._package.LLM(str(folder), **words)
+        folder = Path(tempfile.mkdtemp())
+        (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+        self._llm = LLM(
+            model=str(folder),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            max_num_seqs=len(largest),
+            max_model_len=config["max_position_embeddings"],
+        )
 
     def run(self, prompts: list[Prompt]) -> float:
+        from vllm import SamplingParams
+
         params = [
-            self._package.SamplingParams(
-                temperature=TEMPERATURE, ignore_eos=True, max_tokens=one.new_tokens
+            SamplingParams(
+                temperature=TEMPERATURE,
+                ignore_eos=True,
+                max_tokens=one.new_tokens,
+                detokenize=False,
             )
             for one in prompts
         ]
-        ids: list[Any] = [list(one.ids) for one in prompts]
-        if self._package.__name__ == "vllm":
-            ids = [{"prompt_token_ids": one} for one in ids]
+        ids = [{"prompt_token_ids": list(one.ids)} for one in prompts]
         started = time.perf_counter()
         self._llm.generate(ids, params, use_tqdm=False)
         return time.perf_counter() - started
@@ -220,14 +238,13 @@ class Vllm:
 
 
 def measure(contender: Contender, load: Load) -> dict[str, Any]:
-    """Run a load once to warm up, then twice, with other token ids each time."""
-    contender.run(load.prompts(REPEAT))
+    """Run a load once to warm up, then twice."""
+    load.seconds(contender, REPEAT)
     runs = []
     for number in range(REPEAT):
-        prompts = load.prompts(number)
-        tokens = sum(len(one.ids) if load.prefill else one.new_tokens for one in prompts)
-        seconds = contender.run(prompts)
-        runs.append({"seconds": round(seconds, 4), "tokens_s": round(tokens / seconds, 1)})
+        seconds = load.seconds(contender, number)
+        speed = load.num_tokens(number) / seconds
+        runs.append({"seconds": round(seconds, 4), "tokens_s": round(speed, 1)})
     return {"load": load.name, "runs": runs}
 
 
@@ -235,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("engine", choices=("pdserve", "vllm", "nano-vllm"))
+    parser.add_argument("engine", choices=("pdserve", "vllm"))
     parser.add_argument("--model", choices=("qwen", "llama"), help="default: both, one by one")
     parser.add_argument("--fake", action="store_true", help="tiny, on a CPU; only with pdserve")
     args = parser.parse_args()
@@ -253,7 +270,7 @@ def main() -> None:
     if args.engine == "pdserve":
         contender = Pdserve(args.model, args.fake, largest)
     else:
-        contender = Vllm(args.engine, args.model, largest)
+        contender = Vllm(args.model, largest)
     for load in chosen:
         line = {"engine": args.engine, "model": args.model, **measure(contender, load)}
         print(json.dumps(line), flush=True)

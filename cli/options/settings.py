@@ -61,7 +61,9 @@ class ConversationSettings:
         min=-1,
         max=MAX_TEMPERATURE,
     )
-    max_tokens: int = option(0, "tokens of an answer at most; 0: as many as fit", min=0)
+    max_tokens: int = option(
+        0, "tokens of an answer at most; 0: the model's default, else as many as fit", min=0
+    )
     history: bool = option(True, "save input for the arrow keys of later conversations")
 
 
@@ -93,7 +95,11 @@ class CompleteSettings(ClientSettings):
         min=-1,
         max=MAX_TEMPERATURE,
     )
-    max_tokens: int = option(0, "max_tokens for lines that do not set it; 0: as many as fit", min=0)
+    max_tokens: int = option(
+        0,
+        "max_tokens for lines that do not set it; 0: the model's default, else as many as fit",
+        min=0,
+    )
     timeout_s: float = option(600.0, "seconds to wait for an answer", min=0.1)
 
 
@@ -113,10 +119,20 @@ class BenchSettings(ClientSettings):
         "--concurrency requests in progress",
         min=0,
     )
+    sweep: str = option(
+        "",
+        "measure several rates, one after the other, until one saturates the server: a list such "
+        "as 1,2,4, or START:STOP:FACTOR",
+    )
     concurrency: int = option(
         8, "requests in progress at all times; ignored with --rate", min=1, max=65536
     )
-    requests: int = option(100, "requests to measure", min=1)
+    dataset: str = option(
+        "",
+        "file with the requests to send: JSON lines with prompt or messages, or ShareGPT's JSON; "
+        "empty: random prompts",
+    )
+    requests: int = option(100, "requests to measure, in a sweep at each rate", min=1)
     warmup: int = option(1, "requests to send first, without measuring them", min=0)
     input_tokens: int = option(128, "tokens of each prompt", min=1)
     output_tokens: int = option(64, "tokens of each answer", min=1)
@@ -140,6 +156,10 @@ class BenchSettings(ClientSettings):
         "ttft=500ms,itl=50ms (also tpot, e2e)",
     )
     json: str = option("", "file to write the results to; empty: none")
+    html: str = option("", "file to write a report with plots to, as one HTML page; empty: none")
+    compare: tuple[str, ...] = option(
+        (), "result file (--json) to compare, given twice; nothing is measured then"
+    )
 
 
 @dataclass(frozen=True)

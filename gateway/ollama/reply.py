@@ -77,7 +77,7 @@ async def show(service: Service, name: str) -> dict[str, Any]:
     model = await service.catalog.get(await served_name(service, name))
     card = model.card
     abilities = capabilities(service, card)
-    defaults = llama_sampling(service, card)
+    defaults = llama_sampling(service, card, max_tokens="num_predict")
     info: dict[str, Any] = {
         "general.architecture": card.architecture,
         f"{card.architecture}.context_length": card.context_len,

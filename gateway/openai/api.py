@@ -109,7 +109,8 @@ class OpenAiApi(OpenAiErrors, HttpApi):
             **describe(ChatBody, response=ChatCompletion, event=ChatCompletionChunk, end=END),
         )
         async def chat(request: Request) -> Response:
-            """Generate the next message of a conversation."""
+            """Generate the next message of a conversation. A base model, which has no chat
+            template, refuses it; use /v1/completions."""
             body = await self._read(request, ChatBody)
             return self._answer(ChatReply(service, body, caller_of(request)), body.stream)
 

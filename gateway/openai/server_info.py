@@ -78,9 +78,12 @@ def default_sampling(service: Service, card: ModelCard) -> dict[str, float] | No
     return {name: value for name, value in asdict(text.defaults).items() if value is not None}
 
 
-def llama_sampling(service: Service, card: ModelCard) -> dict[str, float]:
-    """Return `default_sampling` by llama.cpp's names; empty until the model's files are read."""
-    names = {"repetition_penalty": "repeat_penalty"}
+def llama_sampling(
+    service: Service, card: ModelCard, max_tokens: str = "n_predict"
+) -> dict[str, float]:
+    """Return `default_sampling` by llama.cpp's names; empty until the model's files are read.
+    `max_tokens`: the name of that parameter, in which Ollama differs from llama.cpp."""
+    names = {"repetition_penalty": "repeat_penalty", "max_tokens": max_tokens}
     defaults = default_sampling(service, card) or {}
     return {names.get(name, name): value for name, value in defaults.items()}
 

@@ -104,8 +104,11 @@ class RouterCore:
                 self._idle.set()
 
     def _lose(self, dead: list[Worker]) -> None:
+        in_use = self.dispatcher.workers_in_use() if dead else ()
         for worker in dead:
-            if not worker.leaving:
+            if worker.draining and worker not in in_use:
+                log.info("worker %s has drained and ended", worker.address)
+            elif not worker.leaving:
                 log.warning(
                     "worker %s died or cannot be reached; its requests continue on other workers",
                     worker.address,

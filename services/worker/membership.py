@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 RESOLVE_S = 1.0
 SILENT_S = 5.0  # without a heartbeat's echo, after which the router is joined again
 REJOIN_S = 0.1  # least time between two checks of the leases
+ANNOUNCE_S = 0.5  # for the routers to be sent the announced drain
 REFUSED_S = 0.5  # between two tries at a router of another version, doubled with each ...
 MAX_REFUSED_S = 10.0  # ... up to this: one of the two is to be upgraded
 ABSENT_S = 3.0  # a router that has not accepted the worker for this long does not count
@@ -78,6 +79,7 @@ class WorkerReports:
         self._lock = threading.Lock()  # guards the load and the goodbye
         self._load: pb.Load | None = None
         self._goodbye: pb.Goodbye | None = None
+        self.goodbye_sent = threading.Event()
         self._prefixes: deque[pb.PrefixEvents] = deque()
         self._last_load = pb.Load()
         self._last_load_at = self._last_beat_at = self._next_beat = -math.inf
@@ -103,6 +105,7 @@ class WorkerReports:
             goodbye, self._goodbye = self._goodbye, None
         if goodbye is not None:
             yield pb.WorkerReport(goodbye=goodbye)
+            self.goodbye_sent.set()  # gRPC takes the next report once it has sent this one
         while self._prefixes:
             yield pb.WorkerReport(prefixes=self._prefixes.popleft())
         load = self._take_load(now)
@@ -183,6 +186,11 @@ class _Lease:
     def announce_drain(self, reason: str) -> None:
         self._pending_reports.add_goodbye(pb.Goodbye(reason=reason))
         self._wake.set()
+
+    def wait_announced(self, timeout_s: float) -> None:
+        """Wait until the router has been sent the announced drain, at most `timeout_s`."""
+        if self.alive():
+            self._pending_reports.goodbye_sent.wait(max(0.0, timeout_s))
 
     def leave(self) -> None:
         """Deregister from this router, which ends the lease once none of its requests runs on this
@@ -343,6 +351,15 @@ class Membership:
             self._drain_reason = reason
             for lease in self._leases.values():
                 lease.announce_drain(reason)
+
+    def wait_announced(self, timeout_s: float = ANNOUNCE_S) -> None:
+        """Wait until all routers have been sent the announced drain, at most `timeout_s`. A router
+        that does not know of it takes the end of the worker's streams for its death."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            leases = list(self._leases.values())
+        for lease in leases:
+            lease.wait_announced(deadline - time.monotonic())
 
     def close(self, timeout_s: float = DEREGISTER_S) -> None:
         """End all leases at once; the routers see that the streams have ended.

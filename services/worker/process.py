@@ -170,6 +170,7 @@ class WorkerProcess:
         self._draining = True
         if self._membership is not None:
             self._membership.announce_drain()
+            await asyncio.to_thread(self._membership.wait_announced)
         if self.runtime is not None:
             await self._role.core.drain()
 

@@ -150,6 +150,7 @@ class WorkerRuntime(ABC):
         )
         self.figures = {
             "model": card.name,
+            "task": task_of(card),
             "kv_tokens": engine.limits.num_blocks * engine.limits.block_size,
             "chunk_size": engine.limits.chunk_size,
             "transports": list(transports),
@@ -265,6 +266,15 @@ def shm_folder(configured: str) -> str:
         return ""
     is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
     return str(folder) if is_own_folder and not status.st_mode & 0o077 else ""
+
+
+def task_of(card: CardData) -> str:
+    """Return what a model does: "embed", "score", "chat", or "complete" for a base model."""
+    if card.pooling:
+        return "embed"
+    if card.score_ids:
+        return "score"
+    return "chat" if card.chat_template else "complete"
 
 
 def model_card(card: CardData, identity: KvIdentity, spec: KvSpec) -> tuple[ModelCard, list[bytes]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -99,6 +100,99 @@ def test_arrivals_do_not_wait_for_answers(server: ApiServer) -> None:
     asyncio.run(load())
     assert len(samples) == 12
     assert all(sample.output_tokens == 3 for sample in samples)
+
+
+def test_a_sweep_ends_at_the_rate_that_saturates(
+    server: ApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    html = tmp_path / "report.html"
+    words = ("--sweep", "50:400:2", "--requests", "10", "--slo", "e2e=60s", "--html", str(html))
+    code, result = bench(server, tmp_path, *words)
+    assert code == 0
+    rates = [run["rate"] for run in result["runs"]]
+    assert rates == [50, 100, 200, 400][: len(rates)]
+    assert rates
+    out = capsys.readouterr().out
+    assert "rate req/s tokens/s TTFT p50 p99 ITL p50 p99 failed in SLO" in " ".join(out.split())
+    assert f"\n{'50':>6}" in out
+    assert "100%" in out
+    assert ("saturated at" in out) or len(rates) == 4
+    prompts = [body["prompt"] for body in server.requests if "max_tokens" in body]
+    assert len(set(prompts)) == len(prompts) == 1 + 10 * len(rates)
+    text = html.read_text()
+    assert text.count("<svg") == 3
+    assert not re.search(r"(src|href)=|url\(|@import", text)
+
+    server.events = ['{"error": {"message": "too much"}}']
+    code, result = bench(server, tmp_path, "--sweep", "50,100", "--requests", "3", "--warmup", "0")
+    assert code == 1
+    assert [run["completed"] for run in result["runs"]] == [0]
+    assert "saturated at 50 requests/s" in capsys.readouterr().out
+
+
+def test_a_report_of_one_load_is_a_single_page(server: ApiServer, tmp_path: Path) -> None:
+    html = tmp_path / "report.html"
+    bench(server, tmp_path, "--requests", "5", "--html", str(html), "--model", "<tiny> & co")
+    text = html.read_text()
+    assert text.count("<svg") == 3
+    assert "&lt;tiny&gt; &amp; co" in text
+    assert "<td>5 of 5</td>" in text
+
+
+def test_two_results_are_compared(
+    server: ApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [tmp_path / name for name in ("a.json", "b.json")]
+    _, figures = bench(server, tmp_path, "--requests", "4", "--concurrency", "2")
+    files[0].write_text(json.dumps(figures))
+    figures["ttft_ms"]["p50"] *= 2
+    figures["concurrency"] = 3
+    files[1].write_text(json.dumps(figures))
+    words = [word for file in files for word in ("--compare", str(file))]
+    capsys.readouterr()
+    assert main(["bench", *words]) == 0
+    out = capsys.readouterr().out
+    (row,) = [line for line in out.splitlines() if line.startswith("time to first token, p50")]
+    assert row.split()[-1] == "2.000"
+    assert "differs: concurrency is 2 in A, 3 in B" in out
+    assert main(["bench", *words[:2]]) == 2
+    assert "--compare needs two files" in capsys.readouterr().err
+    for wrong in ("[]", "{}", "x", '{"runs": [{}]}'):
+        files[1].write_text(wrong)
+        assert main(["bench", *words]) == 2
+        assert "is not a result of `pdserve bench --json`" in capsys.readouterr().err
+
+
+def test_a_dataset_gives_the_requests(
+    server: ApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "data"
+    words = ("--dataset", str(file), "--requests", "2", "--concurrency", "1", "--warmup", "0")
+    hi = [{"role": "user", "content": "hi"}]
+    file.write_text(f'{json.dumps({"messages": hi, "max_tokens": 3})}\n\n{{"prompt": "ho"}}\n')
+    code, figures = bench(server, tmp_path, *words, "--endpoint", "chat")
+    assert (code, figures["dataset"], figures["input_tokens"]) == (0, str(file), None)
+    asked = [(body["messages"], body["max_tokens"]) for body in server.requests]
+    assert asked == [(hi, 3), ([{"role": "user", "content": "ho"}], 64)]
+
+    turns = [{"from": "gpt", "value": "no"}, {"from": "human", "value": "yes"}]
+    file.write_text(json.dumps([{"conversations": []}, {"conversations": turns}]))
+    server.requests.clear()
+    assert bench(server, tmp_path, *words)[0] == 0
+    assert [body["prompt"] for body in server.requests] == ["yes", "yes"]  # repeated
+
+    capsys.readouterr()
+    for text, message in (
+        ("", "has no requests"),
+        ("[{}]", "entry 0: needs `conversations`"),
+        ("{}", "line 1: needs a prompt"),
+        ('{"prompt": "a"}\n[', "line 2: not JSON"),
+        ('{"prompt": "a", "max_tokens": 0}', "line 1: max_tokens must be"),
+        ('{"messages": [{}]}', "has messages; add --endpoint chat"),
+    ):
+        file.write_text(text)
+        assert main(["bench", "--url", server.url, *words]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("letters", [1, 4, 100])

@@ -50,7 +50,8 @@ def test_a_conversation_keeps_its_history(server: ApiServer) -> None:
     assert (first["temperature"], first["max_tokens"], first["stream"]) == (0.0, 9, True)
 
 
-def test_commands_of_a_conversation(server: ApiServer) -> None:
+def test_commands_of_a_conversation(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
     server.events = [*says("x"), "[DONE]"]
     talk, _, out = talking(server)
     lines = ["one", "/system be kind", "/reset", "/dance", "/help", "two", "/exit", "three"]
@@ -59,6 +60,7 @@ def test_commands_of_a_conversation(server: ApiServer) -> None:
     assert len(server.requests) == 2
     assert "/dance is unknown" in out.getvalue()
     assert all(f"  {name}" in out.getvalue() for name in COMMANDS)
+    assert max(map(len, out.getvalue().splitlines())) <= 60
     assert "temperature" not in server.requests[0]
 
 
@@ -79,6 +81,21 @@ def test_sampling_of_a_server_that_reports_none() -> None:
     model = {"id": "m", "default_sampling_params": {}}
     chat = Conversation(ApiClient("http://x"), model, ChatSettings())
     assert chat.sampling.startswith("temperature 1 ")
+
+
+def test_a_truncated_answer_names_its_limit(server: ApiServer, subtests: pytest.Subtests) -> None:
+    server.events = [*says("x"), *ends("length", total_tokens=5)]
+    for recommended, max_tokens, note in (
+        ({"max_tokens": 7}, 0, "after 7 tokens, as recommended for this model; see --max-tokens"),
+        ({"max_tokens": 7}, 4, "after 4 tokens by --max-tokens"),
+        ({}, 0, "at the token limit of the server"),
+    ):
+        with subtests.test(note):
+            model = {"id": "tiny", "default_sampling_params": recommended}
+            chat = Conversation(ApiClient(server.url), model, ChatSettings(max_tokens=max_tokens))
+            out = TerminalText()
+            chat.ask("hi", PlainView(out, False))
+            assert out.getvalue() == f"x [truncated {note}]\n"
 
 
 def test_retry_asks_the_last_question_again(server: ApiServer) -> None:

@@ -103,6 +103,24 @@ def test_lines_are_plain_without_the_extra(server: ApiServer, tmp_path: Path) ->
     assert requests_of(server, 2) == ["one\ntwo", "two"]
 
 
+def test_ctrl_c_clears_a_typed_line(server: ApiServer) -> None:
+    with pdserve("chat", "--url", server.url, "--no-history") as terminal:
+        terminal.wait_for(PROMPT)
+        for text in ("abc", "XYZ"):
+            terminal.type(text)
+            terminal.wait_for(text)
+            terminal.type(CTRL_C)
+        terminal.enter("sent")
+        terminal.wait_for("Paris.")
+        terminal.wait_for(PROMPT)
+        terminal.type(CTRL_C)
+        terminal.wait_for("press Ctrl-C again")
+        terminal.wait_for(PROMPT)
+        terminal.type(CTRL_C)
+        assert terminal.end() == 0
+    assert requests_of(server) == ["sent"]
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_conversation(server: ApiServer) -> None:
     server.events = [*says("and so on"), STALL]
     with pdserve("chat", "--url", server.url) as terminal:

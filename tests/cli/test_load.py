@@ -5,8 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.cli.bench import bar, histogram, plot, table
-from pdserve.cli.load import Sample, meets_slo, parse_slo, percentile, summarize
+from pdserve.cli.bench import bar, histogram, plot
+from pdserve.cli.bench_tables import run_table
+from pdserve.cli.load import (
+    Sample,
+    is_saturated,
+    meets_slo,
+    parse_rates,
+    parse_slo,
+    percentile,
+    summarize,
+)
 
 
 def sample(started: float, *arrivals: float, tokens: int = 0, error: str = "") -> Sample:
@@ -67,7 +76,7 @@ def test_invalid_bounds_are_refused(text: str) -> None:
 def test_the_report() -> None:
     samples = [sample(n * 0.1, n * 0.1 + 0.05, n * 0.1 + 0.1 + n / 1000) for n in range(20)]
     samples.append(sample(0.0, error="busy"))
-    text = table(summarize(samples, parse_slo("ttft=40"))) + plot(samples)
+    text = run_table(summarize(samples, parse_slo("ttft=40"))) + plot(samples)
     for part in ("20 of 21 requests", "p99", "goodput: 0.00", "ttft 40 ms (0%)", "1 failed: busy"):
         assert part in text
     assert text.count("█") > 10
@@ -83,3 +92,42 @@ def test_a_histogram_counts_every_value() -> None:
     assert len(bar(1.0)) == 40
     assert bar(0.0) == ""
     assert bar(1e-6) == "▏"
+
+
+def test_rates_of_a_sweep(subtests: pytest.Subtests) -> None:
+    for text, rates in (
+        ("1,2.5,4", [1, 2.5, 4]),
+        ("3", [3]),
+        ("1:16:2", [1, 2, 4, 8, 16]),
+        ("0.1:0.8:2", [0.1, 0.2, 0.4, 0.8]),
+        ("2:7:2", [2, 4]),
+    ):
+        with subtests.test(text):
+            assert parse_rates(text) == pytest.approx(rates)
+    for text in (
+        "",
+        "x",
+        "2,1",
+        "1,1",
+        "0,1",
+        "1,inf",
+        "nan",
+        "1:2",
+        "1:9:1",
+        "4:1:2",
+        "1:9:1.0001",
+    ):
+        with subtests.test(text), pytest.raises(ValueError, match="growing list of rates"):
+            parse_rates(text)
+
+
+def test_a_server_that_falls_behind_is_saturated() -> None:
+    def answers(delay_per_request: float) -> list[Sample]:
+        ends = [(n, n / 10 + 0.5 + n * delay_per_request) for n in range(50)]
+        return [sample(n / 10, end, end) for n, end in ends]
+
+    assert not is_saturated(answers(0.0))
+    assert not is_saturated(answers(0.01))  # 0.91 of the rate
+    assert is_saturated(answers(0.05))  # 0.67 of it
+    assert is_saturated([*answers(0.0), sample(0.0, error="busy")])
+    assert not is_saturated(answers(0.0)[:1])

@@ -46,6 +46,7 @@ class Watched(Supervisor):
     def __init__(self, system: System, then: Callable[["Watched"], bool]) -> None:
         super().__init__(system.on_event, reloading=system.reloading())
         self._then = then
+        self.stages: list[list[str]] = []  # in which its children stop
         self.ports: set[int] = set()  # on which this process listens when its children stop
 
     def run_until(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
@@ -55,6 +56,7 @@ class Watched(Supervisor):
         return super().run_until(done, timeout_s)
 
     def stop(self, stages: Sequence[Sequence[Child]], bound_s: float) -> bool:
+        self.stages = [[child.name for child in stage] for stage in stages]
         sockets = psutil.Process().net_connections("tcp")
         self.ports = {one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN}
         return super().stop(stages, bound_s)
@@ -101,6 +103,8 @@ def test_every_child_gets_its_arguments(tmp_path: Path, capsys: pytest.CaptureFi
         assert worker["host_engines"] == 6
     assert [w["model"] for w in workers].count("two") == 3
 
+    roles = [{name.split()[0] for name in stage} for stage in ended.stages]
+    assert roles == [{"gateway"}, {"decode"}, {"prefill"}, {"router"}]
     said = capsys.readouterr()
     assert "curl http://127.0.0.1:0/v1/chat/completions" in said.out
     assert '"model": "fake"' in said.out
@@ -327,7 +331,9 @@ def test_an_open_address_without_a_key_gets_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve(tmp_path, "--host", "0.0.0.0")
-    assert "no --api-key is set" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "no --api-key is set" in said.err
+    assert "0.0.0.0" not in said.out
     serve(tmp_path, "--host", "0.0.0.0", "--api-key", "k")
     assert "no --api-key is set" not in capsys.readouterr().err
 
@@ -339,7 +345,7 @@ def test_the_output_says_how_to_send_a_request(
     monkeypatch.setenv("PATH", str(tmp_path))
     serve(tmp_path, "--api-key", "k")
     out = capsys.readouterr().out
-    assert "open http://127.0.0.1:0/ in a browser" in out
+    assert "chat page  http://127.0.0.1:0/\n" in out
     chat = "pdserve chat --url http://127.0.0.1:0 --api-key YOUR_KEY"
     assert f"  somewhere/{chat}\n" in out
 

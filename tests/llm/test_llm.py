@@ -281,12 +281,14 @@ def test_parsers_are_checked(folder: Path) -> None:
 def test_defaults_come_from_the_model(folder: Path, tmp_path: Path) -> None:
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.25, "top_k": 7}')
+    recommended = '{"temperature": 0.25, "top_k": 7, "max_tokens": 5}'
+    (tmp_path / "generation_config.json").write_text(recommended)
     with LLM(str(tmp_path), **OPTIONS) as made:
         defaults = made.default_sampling_params()
         assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.25, 7, 1.0)
         made_params = model_of(made).prompts.text("x", SamplingParams(top_p=0.5), 0).request.params
         assert (made_params.temperature, made_params.top_k, made_params.top_p) == (0.25, 7, 0.5)
+        assert (defaults.max_tokens, made_params.max_tokens) == (5, 5)
         windowed = SamplingParams(presence_penalty=1, penalty_window=9)
         made_params = model_of(made).prompts.text("x", windowed, 0).request.params
         assert (made_params.presence_penalty, made_params.penalty_window) == (1, 9)

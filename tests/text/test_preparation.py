@@ -26,6 +26,7 @@ A, B, EOS = 64, 65, 258
 CONTEXT_LEN = 100
 PLAIN = GenerationDefaults()
 RECOMMENDED = GenerationDefaults(temperature=0.25, top_k=7, top_p=0.0)
+SHORT = GenerationDefaults(max_tokens=30)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ PARAMS: list[tuple[dict[str, Any], GenerationDefaults, int, dict[str, Any]]] = [
     ({"top_k": 10**6}, PLAIN, 2, {"top_k": VOCAB_SIZE}),
     ({"max_tokens": 98}, PLAIN, 2, {"max_tokens": 98}),
     ({"max_tokens": 99}, PLAIN, 2, {"max_tokens": None}),
+    ({}, SHORT, 2, {"max_tokens": 30}),
+    ({}, SHORT, 71, {"max_tokens": None}),
+    ({"min_tokens": 40}, SHORT, 2, {"max_tokens": 40}),
+    ({"max_tokens": 60}, SHORT, 2, {"max_tokens": 60}),
     ({"n": 2, "best_of": 3}, PLAIN, 2, {"n": 3, "logprobs": 0}),
     ({"n": 2, "best_of": 3, "logprobs": 4}, PLAIN, 2, {"n": 3, "logprobs": 4}),
     ({"n": 3, "best_of": 3}, PLAIN, 2, {"n": 3, "logprobs": None}),

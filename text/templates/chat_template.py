@@ -119,7 +119,7 @@ class ChatTemplate:
         or the template fails on them."""
         field = request.messages_field
         if self._template is None:
-            raise TextError("this model has no chat template; use /v1/completions", field)
+            raise TextError("this model has no chat template", field)
         messages = normalized(request.messages, field)
         capabilities = self.capabilities
         tools = request.tools or None

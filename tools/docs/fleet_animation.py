@@ -17,9 +17,10 @@ from pages.browser import Browser
 from PIL import Image
 from systems.fleet import Fleet
 
-SIZE = (980, 620)  # CSS pixels
-FRAMES, FRAME_S = 24, 0.5
-CHATS, LONG_WORDS = 4, 2500
+SIZE = (1180, 760)  # CSS pixels
+FRAMES, FRAME_S = 28, 0.5
+WARM_S = 15  # of load before the first frame, so that the curves have a shape
+CHATS, LONG_WORDS = 4, 1200
 QUALITY = 60  # of WebP
 
 
@@ -85,6 +86,8 @@ def main() -> None:
         page.resize(*SIZE)
         with Load(fleet):
             page.wait("document.querySelectorAll('#open tbody tr').length > 3")
+            time.sleep(WARM_S)
+            page.run("document.querySelector('#curves').scrollIntoView()")
             record(page, folder / "fleet-moving.webp", "light")
             record(page, folder / "fleet-moving-dark.webp", "dark")
 

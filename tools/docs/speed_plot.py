@@ -20,16 +20,16 @@ CPU_ROWS = (
     ("1 stream", {"llama.cpp": "decode_x1_llamacpp"}),
     ("8 streams", {"vLLM": "decode_x8_vllm", "llama.cpp": "decode_x8_llamacpp"}),
     ("32 streams", {"vLLM": "decode_x32_vllm", "llama.cpp": "decode_x32_llamacpp"}),
-    ("a prompt of 512 tokens", {"vLLM": "prefill_512_vllm", "llama.cpp": "prefill_512_q4_0"}),
+    ("prefill of 512 tokens", {"vLLM": "prefill_512_vllm", "llama.cpp": "prefill_512_q4_0"}),
 )
 # Labels of the loads in gpu-h200-peers.json, in their order.
 GPU_ROWS = (
-    "256 streams, short prompts, 0.6B",
-    "256 streams, mixed prompts, 0.6B",
+    "256 requests, short prompts, 0.6B",
+    "256 requests, mixed prompts, 0.6B",
     "1 stream, 8B",
     "64 streams, 8B",
-    "a prompt of 8,192 tokens, 8B",
-    "64 prompts of 1,000 tokens, 8B",
+    "prefill of 8,192 tokens, 8B",
+    "prefill of 64 x 1,000 tokens, 8B",
 )
 PREFILL_TOKENS = {4: 8192, 5: 64000}
 
@@ -117,8 +117,11 @@ def main() -> None:
     cpu = json.loads((RESULTS / "cpu.json").read_text())
     gpu = json.loads((RESULTS / "gpu-h200-peers.json").read_text())
     panels = [
-        ("Two CPU cores, SmolLM2-135M", cpu_groups(cpu)),
-        ("One NVIDIA H200, shapes of Qwen3-0.6B and Llama-3-8B", gpu_groups(gpu)),
+        (
+            "Two CPU cores, SmolLM2-135M (pdserve and llama.cpp: 4-bit weights, vLLM: bfloat16)",
+            cpu_groups(cpu),
+        ),
+        ("One NVIDIA H200, bfloat16, shapes of Qwen3-0.6B and Llama-3-8B", gpu_groups(gpu)),
     ]
     for suffix, theme in THEMES.items():
         (folder / f"speed{suffix}.svg").write_text(svg(panels, theme))

@@ -88,6 +88,9 @@ class LateParts:
         return self._parts
 
     async def drain(self) -> None:
+        """Wait for the work of the parts, and for the parts themselves if usage waits for them."""
+        if self._early_usage:
+            await self.parts()
         if self._parts is not None:
             await self._parts.drain()
 

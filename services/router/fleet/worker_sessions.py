@@ -108,7 +108,8 @@ class WorkerSession:
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
                 refused = is_refusal(error)
                 if not refused or reason != refusal:
-                    log.warning(
+                    log.log(
+                        logging.INFO if self._worker.draining else logging.WARNING,
                         "the session with worker %s failed; the router reopens it unless the "
                         "worker's port refuses connections: %s",
                         self._address,

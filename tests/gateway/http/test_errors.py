@@ -293,7 +293,8 @@ async def test_a_model_without_template_serves_completions(make_http):
     error = check(
         await make_http(router).post(CHAT, json={"model": "tiny", "messages": HI}), 400, "messages"
     )
-    assert "no chat template" in error["message"]
+    assert "base model" in error["message"]
+    assert "/v1/completions" in error["message"]
     assert (
         await make_http(router).post(PLAIN, json={"model": "tiny", "prompt": "a"})
     ).status_code == 200

@@ -435,12 +435,14 @@ async def test_model_lists(make_http):
 
 
 async def test_recommended_parameters_of_a_model(make_http):
-    card, blobs = served(generation={"temperature": 0.5, "repetition_penalty": 1.25})
+    recommended = {"temperature": 0.5, "repetition_penalty": 1.25, "max_tokens": 9}
+    card, blobs = served(generation=recommended)
     http = make_http(FakeRouter(saying("x"), [card], blobs))
     shown = (await http.post("/api/show", json={"model": "tiny"})).json()
-    assert shown["parameters"].splitlines() == ["temperature 0.5", "repeat_penalty 1.25"]
+    parameters = ["temperature 0.5", "repeat_penalty 1.25", "num_predict 9"]
+    assert shown["parameters"].splitlines() == parameters
     settings = (await http.get("/props")).json()["default_generation_settings"]
-    assert settings["params"] == {"temperature": 0.5, "repeat_penalty": 1.25}
+    assert settings["params"] == {"temperature": 0.5, "repeat_penalty": 1.25, "n_predict": 9}
 
 
 async def test_embeddings(make_http):

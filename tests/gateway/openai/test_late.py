@@ -90,6 +90,22 @@ async def test_pending_usage_is_bounded(tmp_path, monkeypatch, caplog, made_in_t
             assert found.execute("SELECT sum(requests) FROM usage").fetchone() == (2,)
 
 
+async def test_a_drain_waits_for_the_parts_if_usage_does(tmp_path):
+    late, routes, app = made(tmp_path)
+    await late.drain()
+    assert not list(tmp_path.iterdir())
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://g", timeout=60) as http:
+        assert (await http.post(CHAT, json=BODY)).status_code == 200
+    running = asyncio.create_task(late.run(routes))
+    await late.drain()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await late.close()
+    with closing(sqlite3.connect(tmp_path / "gateway.db")) as found:
+        assert found.execute("SELECT sum(requests) FROM usage").fetchone() == (1,)
+
+
 async def test_an_invalid_database_file_ends_the_task(tmp_path):
     (tmp_path / "gateway.db").write_text("no database" * 100)
     late, routes, _ = made(tmp_path)

@@ -137,15 +137,17 @@ async def test_every_sampling_field_reaches_the_router(make_openai):
 
 
 async def test_generation_config_fills_absent_fields(make_openai):
-    card, blobs = served(generation={"temperature": 0.25, "top_k": 7, "top_p": 0.5})
+    recommended = {"temperature": 0.25, "top_k": 7, "top_p": 0.5, "max_tokens": 5}
+    card, blobs = served(generation=recommended)
     router = FakeRouter(saying("hello"), [card], blobs)
     client = make_openai(router)
     await client.chat.completions.create(model="tiny", messages=HI, top_p=0.75)
-    await client.completions.create(model="tiny", prompt="hi", temperature=0)
+    await client.completions.create(model="tiny", prompt="hi", temperature=0, max_tokens=3)
     chat, plain = (start.params for start in router.starts)
     assert (chat.temperature, chat.top_k, chat.top_p) == (0.25, 7, 0.75)
     assert (plain.temperature, plain.top_k, plain.top_p) == (0, 7, 0.5)
     assert plain.HasField("temperature")
+    assert (chat.max_tokens, plain.max_tokens) == (5, 3)
 
 
 async def test_an_absent_seed_is_drawn_for_each_request(make_openai):

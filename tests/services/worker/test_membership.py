@@ -274,6 +274,18 @@ async def test_goodbye_reaches_routers_now_and_later(make: Any) -> None:
     await eventually(lambda: len(router.leases) == 2 and bool(router.leases[1].of("goodbye")))
 
 
+async def test_a_router_gets_the_goodbye_before_the_lease_ends(make: Any) -> None:
+    routers, member = await make(4)
+    member.start()
+    await eventually(lambda: all(r.leases and r.leases[0].of("heartbeat") for r in routers))
+    member.announce_drain("upgrade")
+    await asyncio.to_thread(member.wait_announced)
+    await asyncio.sleep(0.05)
+    await asyncio.to_thread(member.close)
+    for router in routers:
+        assert [g.reason for g in router.leases[0].of("goodbye")] == ["upgrade"]
+
+
 async def test_a_router_that_echoes_nothing_is_joined_again(make: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("pdserve.services.worker.membership.SILENT_S", 3 * HEARTBEAT_S)
     (router,), member = await make()

@@ -8,7 +8,7 @@ from systems.worker_kit import CARD
 
 from pdserve.engine.kv import KvIdentity, decode_spec
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.worker.runtime import model_card
+from pdserve.services.worker.runtime import model_card, task_of
 
 IDENTITY = KvIdentity(b"d" * 16, "aa", "Q4_1", "cc", "70", "bfloat16", "native/avx512")
 
@@ -34,6 +34,10 @@ def test_the_purpose_of_a_model() -> None:
     assert (message.pooling, message.normalizes, message.hidden_size) == ("mean", True, 48)
     reranker, _ = model_card(replace(CARD, score_ids=(9, 2)), IDENTITY, fake_spec())
     assert list(reranker.score_token_ids) == [9, 2]
+    base = replace(CARD, chat_template="")
+    chatting = replace(CARD, chat_template="{{ x }}")
+    cards = (chatting, base, embedder, replace(CARD, score_ids=(9, 2)))
+    assert [task_of(card) for card in cards] == ["chat", "complete", "embed", "score"]
 
 
 def test_the_card_has_the_whole_identity_and_layout() -> None:

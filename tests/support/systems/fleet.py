@@ -21,7 +21,7 @@ from systems.cluster_secret import BEARER, SECRET, open_channel
 from systems.eventually import wait_until
 
 READY = re.compile(
-    r"pdserve is ready after ([\d.]+) s at (\S+) \(gRPC: text at (\S+), ids at (\S+)\)"
+    r"pdserve is ready after ([\d.]+) s at (\S+)\n[\s\S]*?gRPC +text at (\S+), token ids at (\S+)\n"
 )
 
 
