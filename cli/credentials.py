@@ -13,21 +13,31 @@ def certs(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Run `pdserve certs`: create a certificate for every role, signed by the target's authority,
     which is created first if the target has none. Returns the exit code."""
     from pdserve.cli.certificate_stores import AUTHORITY, certificate_store
-    from pdserve.services.common.auth.certificates import Role, issue, make_authority
+    from pdserve.services.common.auth.certificates import (
+        Role,
+        issue,
+        make_authority,
+        needs_renewal,
+    )
 
     options = settings.build(CertsSettings)
     target = positionals["target"]
     store = certificate_store(target)
-    kept = [role for role in Role if options.keep_existing and store.read(role) is not None]
-    if len(kept) == len(Role):
-        print(f"{target} has all certificates already.", file=sys.stderr)
-        return 0
     authority = store.read(AUTHORITY)
+    existing = {role: store.read(role) for role in Role} if options.keep_existing else {}
+    kept = [
+        role
+        for role, identity in existing.items()
+        if identity is not None and not needs_renewal(identity, role, authority)
+    ]
+    if len(kept) == len(Role):
+        print(f"{target} has valid certificates for all roles already.", file=sys.stderr)
+        return 0
     if authority is None:
-        if kept:
+        if any(existing.values()):
             raise CommandError(
-                f"{store.describe(AUTHORITY)} is missing, so no certificate can be added beside "
-                f"{store.describe(kept[0])}; without --keep-existing, all are replaced"
+                f"{store.describe(AUTHORITY)} is missing, so no certificate can be added or "
+                "renewed; without --keep-existing, all are replaced"
             )
         authority = make_authority()
         store.write(AUTHORITY, authority, authority.certificate)

@@ -207,7 +207,11 @@ class CertsSettings:
     days: float = option(
         365.0, "days for which each role's certificate is valid", min=0.01, max=3650
     )
-    keep_existing: bool = option(False, "create only the certificates that are missing")
+    keep_existing: bool = option(
+        False,
+        "replace only certificates that are missing, unusable, or in the last third of their "
+        "lifetime",
+    )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import stat
 from base64 import b64decode
 from collections.abc import Iterator
 from copy import deepcopy
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,15 @@ from fakes.kubernetes import FakeKubernetes
 
 from pdserve.cli.main import main
 from pdserve.services.common import kubernetes_api
+from pdserve.services.common.auth import certificates
 from pdserve.services.common.auth.access import TlsAccess
-from pdserve.services.common.auth.certificates import Role, role_in
+from pdserve.services.common.auth.certificates import (
+    Identity,
+    Role,
+    issue,
+    make_authority,
+    role_in,
+)
 from pdserve.services.common.tenants import ApiKeys
 
 
@@ -71,6 +79,36 @@ def test_only_missing_certificates_are_created(
     assert main(["certs", str(tmp_path), "--keep-existing"]) == 1
     assert "ca-key.pem is missing" in capsys.readouterr().err
     assert not (tmp_path / "ca.pem").exists()
+
+
+def test_certificates_that_end_soon_or_do_not_verify_are_replaced(
+    tmp_path: Path, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["certs", str(tmp_path)]) == 0
+    own = Identity((tmp_path / "ca.pem").read_bytes(), (tmp_path / "ca-key.pem").read_bytes())
+    router, other = issue(own, Role.ROUTER), issue(own, Role.ROUTER)
+    with monkeypatch.context() as patch:
+        patch.setattr(certificates, "EARLIER", timedelta(days=300))
+        valid = issue(own, Role.ROUTER, 160)
+        ending = issue(own, Role.ROUTER, 140)
+        expired = issue(own, Role.ROUTER, -1)
+    for what, identity, kept in (
+        ("valid", valid, True),
+        ("in its last third", ending, False),
+        ("expired", expired, False),
+        ("of another authority", issue(make_authority(), Role.ROUTER), False),
+        ("of another role", issue(own, Role.DECODE), False),
+        ("of another key", Identity(router.certificate, other.key), False),
+        ("no certificate", Identity(b"-", router.key), False),
+    ):
+        with subtests.test(what):
+            (tmp_path / "router.pem").write_bytes(identity.certificate)
+            (tmp_path / "router-key.pem").write_bytes(identity.key)
+            before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+            assert main(["certs", str(tmp_path), "--keep-existing"]) == 0
+            changed = {path.name for path in before if path.read_bytes() != before[path]}
+            assert changed == (set() if kept else {"router.pem", "router-key.pem"})
+            TlsAccess(*(str(tmp_path / f"{n}.pem") for n in ("ca", "router", "router-key")))
 
 
 @pytest.fixture

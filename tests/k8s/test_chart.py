@@ -2,6 +2,7 @@
 allow."""
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from copy import deepcopy
@@ -51,12 +52,17 @@ SAME: dict[str, tuple[Values, tuple[str, ...]]] = {
     ),
     "gateway API": ({"gatewayApi": GATEWAY_API}, ("components/gateway-api",)),
     "database": ({"database": {"existingSecret": "pdserve-database"}}, ("components/database",)),
-    "monitoring": ({"monitoring": {"enabled": True}}, ("observability",)),
+    "monitoring": (
+        {"monitoring": {"enabled": True, "runbookUrl": "https://pdserve.example/docs/runbook.md"}},
+        ("observability",),
+    ),
 }
 # What differs: Helm's labels, and other labels that an object (not its pods or selectors) has in
-# addition; tags of images; the hash in the name of the model's ConfigMap and Job. The order of
-# lists whose entries have names means nothing.
+# addition; the annotation of hooks; tags of images; the namespace in the scalers' queries; the hash
+# in the name of the model's ConfigMap and Job. The order of lists whose entries have names means
+# nothing.
 HELM_LABELS = {"helm.sh/chart", "app.kubernetes.io/version", "app.kubernetes.io/managed-by"}
+QUERIED = re.compile(r"(?:vllm:|pdserve_)\w+")
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +99,10 @@ def comparable(manifests: list[Manifest]) -> dict[tuple[str, str], Manifest]:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         plain = {k: _plain(v) for k, v in value.items() if k not in HELM_LABELS}
+        if plain.get("annotations", {}).keys() == {"helm.sh/hook"}:
+            del plain["annotations"]
+        if isinstance(plain.get("query"), str):
+            plain["query"] = plain["query"].replace(f'namespace="{NAMESPACE}",', "")
         if isinstance(plain.get("image"), str):
             plain["image"] = plain["image"].partition(":")[0]
         return plain
@@ -215,6 +225,7 @@ MORE: dict[str, Values] = {
         "monitoring": {"enabled": True},
         "database": {"existingSecret": "db"},
         "serviceAccount": {"create": True, "annotations": {"a": "b"}},
+        "jobs": {"nodeSelector": {"disk": "ssd"}, "tolerations": [{"operator": "Exists"}]},
     },
     "kind": yaml.safe_load((CHART / "kind.yaml").read_text()),
 }
@@ -259,6 +270,62 @@ def test_values_reach_the_objects(chart: Chart) -> None:
     assert of_kind(objects, "Secret")["pdserve-other"]["data"]
     scaler = of_kind(objects, "ScaledObject")["pdserve-other-decode"]
     assert scaler["spec"]["scaleTargetRef"]["name"] == "pdserve-other-decode"
+    jobs = [w.pod for w in workloads(objects) if w.ends]
+    assert len(jobs) == len(("certificates", "model"))
+    for job in jobs:
+        assert job["nodeSelector"] == {"disk": "ssd"}
+        assert job["tolerations"] == [{"operator": "Exists"}]
+    (alerts,) = of_kind(objects, "PrometheusRule").values()
+    rules = [rule for group in alerts["spec"]["groups"] for rule in group["rules"]]
+    assert [rule for rule in rules if "runbook_url" in rule["annotations"]] == []
+
+
+def test_resources_of_a_role_keep_the_rest_of_its_device(chart: Chart) -> None:
+    values = {"workers": {"device": "gpu"}, "decode": {"resources": {"limits": {"memory": "32Gi"}}}}
+    deployments = of_kind(chart.objects(values), "Deployment")
+    prefill, decode = (
+        deployments[f"pdserve-{role}"]["spec"]["template"]["spec"]["containers"][0]["resources"]
+        for role in ("prefill", "decode")
+    )
+    assert decode["limits"] == {**prefill["limits"], "memory": "32Gi"}
+    assert decode["requests"] == prefill["requests"]
+    assert (prefill["limits"]["memory"], prefill["limits"]["nvidia.com/gpu"]) == ("16Gi", "1")
+
+
+def test_helm_deletes_no_config_map_that_pods_of_another_release_read(chart: Chart) -> None:
+    """Helm deletes what the new release no longer has, hooks without a policy excepted."""
+    values: Values = {"model": {"huggingFace": MODEL}}
+    old, new = (
+        of_kind(chart.objects(merged(values, changed)), "ConfigMap")
+        for changed in ({}, {"images": {"worker": {"tag": "next"}}})
+    )
+    assert not old.keys() & new.keys()
+    for config in (*old.values(), *new.values()):
+        annotations = config["metadata"]["annotations"]
+        assert annotations == {"helm.sh/hook": "pre-install,pre-upgrade,pre-rollback"}
+
+
+def test_names_that_services_cannot_have_are_refused(
+    chart: Chart, subtests: pytest.Subtests
+) -> None:
+    for release in ("llm.prod", "1st"):
+        with subtests.test(release):
+            with pytest.raises(ValueError, match="set fullnameOverride"):
+                chart.objects(release=release)
+            assert chart.objects({"fullnameOverride": "prod"}, release)
+
+
+def test_scalers_query_only_their_release(chart: Chart) -> None:
+    objects = chart.objects({"autoscaling": {"workers": True}}, "other")
+    scalers = of_kind(objects, "ScaledObject").values()
+    queries = [t["metadata"]["query"] for s in scalers for t in s["spec"]["triggers"]]
+    own = re.compile(
+        rf'{{namespace="{NAMESPACE}",pod=~"other-pdserve-(router|prefill|decode)-\.\*"}}'
+    )
+    found = [(query, name) for query in queries for name in QUERIED.finditer(query)]
+    assert len(found) > len(queries) > 1
+    for query, name in found:
+        assert own.match(query, name.end()), query
 
 
 def test_two_releases_share_no_name_and_no_pod(chart: Chart) -> None:
@@ -292,6 +359,9 @@ BAD_VALUES: tuple[tuple[Values, str], ...] = (
     ({"ingress": {"enabled": True}}, "ingress"),
     ({"networkPolicies": {"apiServer": ["10.0.0.0"]}}, "apiServer"),
     ({"fullnameOverride": "Mine"}, "fullnameOverride"),
+    ({"apiKeys": {"hashes": "me:sha256:00", "existingSecret": "keys"}}, "existingSecret"),
+    ({"monitoring": {"runbookUrl": "docs/runbook.md"}}, "runbookUrl"),
+    ({"jobs": {"tolerations": {}}}, "tolerations"),
 )
 
 

@@ -94,7 +94,7 @@ def test_the_backlog_covers_all_routers() -> None:
         ]
         assert min(tokens) > 0, "a router has no waiting request"
         at_workers = sum(p.load(machine).waiting_tokens for p in cluster.of("pdserve-prefill"))
-        targets = [(f"r-{n}", m.collect()) for n, m in enumerate(cluster.metrics)]
+        targets = [(f"pdserve-router-{n}", m.collect()) for n, m in enumerate(cluster.metrics)]
         scraped = Scraped()
         scraped.seen(targets, cluster.now)
         backlog_s = scraped.ask(trigger("prefill", "backlog"), cluster.now)

@@ -1,6 +1,9 @@
 {{- /* The start of every object's name. The longest ending, of the model's Job, has 17 characters. */ -}}
 {{- define "pdserve.fullname" -}}
 {{- $name := .Values.fullnameOverride | default (contains "pdserve" .Release.Name | ternary .Release.Name (printf "%s-pdserve" .Release.Name)) -}}
+{{- if not (regexMatch "^[a-z][a-z0-9-]*$" $name) -}}
+{{- fail (printf "%q cannot start the names of Services, which begin with a letter and contain only lower-case letters, digits and hyphens; set fullnameOverride" $name) -}}
+{{- end -}}
 {{- $name | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
@@ -61,6 +64,16 @@ securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
   capabilities: { drop: [ALL] }
+{{- end -}}
+
+{{- /* Where the pods of Jobs run. */ -}}
+{{- define "pdserve.jobPlacement" -}}
+{{- with .Values.jobs.nodeSelector -}}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{ end -}}
+{{- with .Values.jobs.tolerations -}}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end -}}
 {{- end -}}
 
 {{- /* Variables of every role. */ -}}

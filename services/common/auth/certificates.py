@@ -10,11 +10,13 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 AUTHORITY_DAYS = 3650.0
+RENEWED_LEFT = 1 / 3  # share of a certificate's lifetime that remains when it is replaced
 EARLIER = datetime.timedelta(minutes=5)  # start of validity before now, for clocks that are behind
 ROLE_DOMAIN = "pdserve.internal"
 
@@ -129,6 +131,25 @@ def check_pair(identity: Identity) -> None:
         raise ValueError(f"the certificate's key cannot be read: {error}") from None
     if key != certified_key:
         raise ValueError("the key does not match the certificate")
+
+
+def needs_renewal(identity: Identity, role: Role, authority: Identity | None) -> bool:
+    """Return whether a role's certificate has less than a third of its lifetime left or cannot be
+    used: it names another role, does not match its key, or is not signed by the authority. Without
+    an authority, the signature is not checked."""
+    try:
+        check_pair(identity)
+        if role_in(identity.certificate) is not role:
+            return True
+        certificate = x509.load_pem_x509_certificate(identity.certificate)
+        if authority is not None:
+            signer = x509.load_pem_x509_certificate(authority.certificate)
+            certificate.verify_directly_issued_by(signer)
+    except (InvalidSignature, TypeError, ValueError):
+        return True
+    end = certificate.not_valid_after_utc
+    left = end - datetime.datetime.now(datetime.UTC)
+    return left < RENEWED_LEFT * (end - certificate.not_valid_before_utc)
 
 
 def certificate_settings(authority: Identity, role: Role) -> dict[str, str]:

@@ -20,6 +20,7 @@ def test_a_router_of_no_neighbouring_release_is_refused_and_others_are_served(
             (PROTOCOL_VERSION + 2, pair.decode_worker, DecodeStub, wire.DecodeCommand),
             (0, pair.decode_worker, DecodeStub, wire.DecodeCommand),
             (PROTOCOL_VERSION + 2, pair.prefill_worker, PrefillStub, wire.PrefillCommand),
+            (0, pair.prefill_worker, PrefillStub, wire.PrefillCommand),
         ):
             async with open_channel(worker.address) as channel:
                 hello = wire.SessionHello(router_incarnation=b"new", protocol=far)
