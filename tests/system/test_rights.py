@@ -65,7 +65,7 @@ def test_the_table_lists_the_routes_of_the_application() -> None:
     app = create_routes(apis, service, none)
     add_fleet(app, service)
     add_pages(app, "")
-    add_admin(app, "ADMIN-KEY", lambda: None)
+    add_admin(app, none, lambda: None)
     add_docs(app, apis, "", keys=True)
     there = {
         f"{method} {route.path.replace(':path', '')}"  # type: ignore[attr-defined]
