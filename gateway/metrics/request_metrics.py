@@ -359,13 +359,14 @@ class RequestMetrics:
         figures += [f"total={total_s:.3f}s", f"finish={self._finish}"]
         tail = f" {' '.join(figures)}"
         room = MAX_LINE - len(f"  request={self._caller.request_id}")
-        if key:
-            key_len = room - len(head) - MIN_MODEL - len(tail) - len(" key=")
-            tail = f" key={_shortened(key, max(MIN_KEY, key_len))}{tail}"
         message = f" ({error.message})" if isinstance(error, ServiceError) and status >= 500 else ""
-        model_len = room - len(head) - len(tail) - min(len(message), MIN_MESSAGE)
+        room_of_names = room - len(head) - len(tail) - min(len(message), MIN_MESSAGE)
+        if key:
+            key_len = room_of_names - MIN_MODEL - len(" key=")
+            key = f" key={_shortened(key, max(MIN_KEY, key_len))}"
+        model_len = room_of_names - len(key)
         model = _shortened(self._model or "-", max(MIN_MODEL, model_len))
-        return _shortened(f"{head}{model}{tail}{message}", room)
+        return _shortened(f"{head}{model}{key}{tail}{message}", room)
 
     def _details(self, error: BaseException | None) -> str:
         """Return what the request's log line leaves out: ids, workers, the time of each phase, and
