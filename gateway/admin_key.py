@@ -20,7 +20,7 @@ class AdminKey:
             raise ValueError("--admin-api-key must differ from all API keys of clients")
 
     def accepts(self, authorization: str) -> bool:
-        """Return whether an Authorization header ("Bearer KEY") has the key. A file of clients' keys
-        may have changed since the start, so a key that it contains now is refused."""
+        """Return whether an Authorization header ("Bearer KEY") has the key. The file of clients'
+        keys may have changed since the start, so a key that it contains now is refused."""
         is_client = self._clients.required and self._clients.tenant(authorization) is not None
         return not is_client and self._keys.tenant(authorization) is not None

@@ -18,8 +18,8 @@ class ModelOverrides:
     """Overrides for all models of a gateway.
 
     template: source of the chat template; None: each model's own. base: sampling defaults in place
-    of those that a model recommends; None: the model's. override: defaults that replace
-    individual values of these. max_new_tokens: maximum of every request's max_tokens; None: no maximum.
+    of those that a model recommends; None: the model's. override: defaults that replace individual
+    values of these. max_new_tokens: maximum of every request's max_tokens; None: no maximum.
     """
 
     template: bytes | None = None

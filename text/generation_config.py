@@ -20,7 +20,8 @@ class GenerationDefaults:
 
     max_tokens comes only from pdserve's own recommendations (engine/checkpoints/card.py). The
     max_new_tokens and max_length of model files are ignored: the default is the rest of the
-    context. An operator's max_new_tokens is a maximum, not a default (OperatorConfig). do_sample is ignored because files leave it at false beside a recommended temperature.
+    context. An operator's max_new_tokens is a maximum, not a default (OperatorConfig).
+    do_sample is ignored because files leave it at false beside a recommended temperature.
     """
 
     temperature: float | None = None

@@ -162,8 +162,8 @@ class HttpError:
         """Convert an exception to the error that the client receives.
 
         A ServiceError keeps its code, message and field; statuses 429 and 503 get a Retry-After
-        header, and 401 the WWW-Authenticate header. Any other exception becomes an internal error without details, which the calling
-        code logs.
+        header, and 401 the WWW-Authenticate header. Any other exception becomes an internal error
+        without details, which the calling code logs.
         """
         if not isinstance(error, ServiceError):
             error = ServiceError(

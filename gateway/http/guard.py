@@ -165,7 +165,9 @@ class Guard:
             return HttpError(403, reason, "forbidden") if reason else None
         if tenant is not None or scope["path"] in self._open_paths:
             return None
-        text = "missing or wrong API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+        text = (
+            "missing or wrong API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+        )
         return HttpError.of(ServiceError(UNAUTHENTICATED, text))
 
 

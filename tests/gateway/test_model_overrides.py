@@ -180,7 +180,12 @@ async def test_every_api_overrides_the_thinking_default(make_http):
         (True, "/v1/messages", anthropic, "True True "),
         (True, "/v1/messages", {**anthropic, "thinking": {"type": "disabled"}}, "False False "),
         (False, "/v1/responses", {"input": "hi"}, "False False "),
-        (True, "/v1/responses", {"input": "hi", "reasoning": {"effort": "none"}}, "False False none"),
+        (
+            True,
+            "/v1/responses",
+            {"input": "hi", "reasoning": {"effort": "none"}},
+            "False False none",
+        ),
         (False, "/v1/responses", {"input": "hi", "reasoning": {"effort": "high"}}, "  high"),
         (True, "/api/chat", ollama, "True True "),
         (True, "/api/chat", {**ollama, "think": False}, "False False "),

@@ -74,9 +74,7 @@ def test_the_line_of_a_request_keeps_its_figures(caplog: pytest.LogCaptureFixtur
     caplog.set_level("INFO")
     request_id, model = f"chatcmpl-{'a' * 32}", "m" * 100
     for key in ("", "alice", "k" * 64):
-        caller = Caller(
-            request_id, tenant=Tenant(key, b"", b""), route="POST /v1/chat/completions"
-        )
+        caller = Caller(request_id, tenant=Tenant(key, b"", b""), route="POST /v1/chat/completions")
         check_lines(caplog, caller, model)
 
 

@@ -178,7 +178,11 @@ async def test_a_call_is_executed_and_the_model_continues(
     assert gw.counted() == {("get", "ok"): 1}
     (call,) = (r for r in caplog.records if r.getMessage().startswith("s get: ok in "))
     assert call.levelno == logging.DEBUG
-    (line,) = (r.getMessage() for r in caplog.records if r.levelno >= logging.INFO and "finish=" in r.getMessage())
+    (line,) = (
+        r.getMessage()
+        for r in caplog.records
+        if r.levelno >= logging.INFO and "finish=" in r.getMessage()
+    )
     tokens_in, out = usage["prompt_tokens"], usage["completion_tokens"]
     assert f" 200 model=tiny prompt={tokens_in} completion={out} " in line
     assert line.endswith(" finish=stop")
