@@ -132,7 +132,9 @@ class Conversation:
         if self.max_tokens:
             return f"after {self.max_tokens} tokens by --max-tokens"
         if recommended := (self.recommended or {}).get("max_tokens"):
-            return f"after {recommended} tokens, as recommended for this model; see --max-tokens"
+            return (
+                f"after {recommended} tokens, the server's default for this model; see --max-tokens"
+            )
         return "at the token limit of the server"
 
     def _events(self, messages: list[dict[str, str]]) -> Generator[dict[str, Any], None, None]:

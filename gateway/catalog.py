@@ -61,6 +61,7 @@ class Catalog:
         self._parsers = parsers
         self._strict_max_tokens = strict_max_tokens
         self._overrides = overrides
+        self.max_new_tokens = overrides.max_new_tokens
         self._upstream = upstream
         self._text_pool = text_pool
         self._seen: dict[str, ModelCard] = {}

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pdserve.gateway.admin_key import AdminKey
 from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.anthropic import AnthropicApi
 from pdserve.gateway.grpc_api import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
@@ -152,6 +153,8 @@ class GatewayProcess:
         self._report = report
         self._worker = worker
         self._keys = make_keys(settings)
+        admin_key = settings.admin_api_key
+        self._admin_key = AdminKey(admin_key, self._keys) if admin_key else None
         access = make_access(settings)
         self._tls = make_tls(settings.tls_cert, settings.tls_key)
         self._limits = AdmissionLimits(settings.max_requests, settings.max_unanswered)
@@ -236,8 +239,8 @@ class GatewayProcess:
         self._routes = create_routes(apis, service, self._readiness, settings.fleet_metrics)
         add_fleet(self._routes, service)
         open_paths = [*add_pages(self._routes, settings.root_path)]
-        if settings.admin_api_key:
-            add_admin(self._routes, settings.admin_api_key, self._shut_down)
+        if self._admin_key is not None:
+            add_admin(self._routes, self._admin_key, self._shut_down)
             open_paths += ADMIN_PATHS
         app = create_app(
             apis,
@@ -328,7 +331,6 @@ class GatewayProcess:
         the reports ends all processes in order; without one, this process signals itself."""
         if self._readiness.draining:
             return
-        log.info("a client with the admin key ends the server")
         if self._report is silent:
             signal.raise_signal(signal.SIGTERM)
         else:

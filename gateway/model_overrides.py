@@ -18,7 +18,7 @@ class ModelOverrides:
     """Overrides for all models of a gateway.
 
     template: source of the chat template; None: each model's own. base: sampling defaults in place
-    of those that a model recommends; None: the model's. override: defaults that replace single
+    of those that a model recommends; None: the model's. override: defaults that replace individual
     values of these. max_new_tokens: maximum of every request's max_tokens; None: no maximum.
     """
 
@@ -65,8 +65,8 @@ def read_overrides(settings: GatewaySettings) -> ModelOverrides:
 
 
 def _base_config(source: str) -> OperatorConfig | None:
-    """Return the config of --generation-config; None for "auto", the models' own."""
-    if source == "auto":
+    """Return the config of --generation-config; None for "auto" or empty, the models' own."""
+    if source in ("", "auto"):
         return None
     if source in ("none", "vllm"):
         return OperatorConfig()

@@ -14,16 +14,17 @@ from pdserve.services.common.fairness import FairSemaphore
 from pdserve.services.common.rate_limits import RateLimits
 from pdserve.text import (
     CHARS_PER_TOKEN,
+    THINKING_SWITCHES,
     TemplateInput,
     TextError,
     TooLong,
     context_overflow,
     least_tokens,
+    thinking_switches,
 )
 
 T = TypeVar("T")
 
-THINKING_SWITCHES = ("enable_thinking", "thinking")  # names that chat templates give the switch
 IDS_AT_ONCE = 256  # ids decoded before other tasks run
 
 
@@ -63,7 +64,7 @@ class ModelTexts:
         if self._thinking is not None and not _decides_thinking(
             {*allowed, *conversation.variables}
         ):
-            allowed |= dict.fromkeys(THINKING_SWITCHES, self._thinking)
+            allowed |= thinking_switches(self._thinking)
         conversation = replace(conversation, suggested=allowed)
         chars = sum(len(str(message.get("content") or "")) for message in conversation.messages)
         max_chars = _max_prompt_chars(chars, model, conversation.messages_field)

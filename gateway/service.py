@@ -387,9 +387,11 @@ class Service:
 
 
 def _kept(request: ClientRequest, ids: Sequence[int], model: ServedModel) -> Sequence[int]:
-    """Apply `kept_ids`, leaving room for the requested answer, at most half of the context."""
+    """Apply `kept_ids`, leaving room for the answer that the client requests, at most half of the
+    context. The operator's maximum has no effect: an endpoint picker does not know it, and must
+    keep the same ids."""
     context_len = model.card.context_len
-    answer_len = min(model.preparation.max_tokens(request.sampling) or 1, context_len // 2)
+    answer_len = min(request.sampling.max_tokens or 1, context_len // 2)
     return kept_ids(ids, request.kept_tokens, model, context_len - answer_len)
 
 

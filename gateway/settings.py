@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pdserve.services.common.discovery import check_targets
 from pdserve.services.common.options import KeySettings, PublicSettings, option
+from pdserve.text.messages import THINKING_SWITCHES
 from pdserve.text.reasoning import reasoning_parser_names
 from pdserve.text.tool_parsers import tool_parser_names
 
@@ -72,7 +73,7 @@ class PromptSettings(KeySettings):
         1024, "MiB of memory for a model's tokenizer and template", min=64
     )
     template_kwargs: tuple[str, ...] = option(
-        ("enable_thinking", "thinking", "reasoning_effort", "verbosity"),
+        (*THINKING_SWITCHES, "reasoning_effort", "verbosity"),
         "names of variables that clients may set for chat templates (chat_template_kwargs)",
     )
     chat_template: str = option(
@@ -80,8 +81,8 @@ class PromptSettings(KeySettings):
     )
     thinking: str = option(
         "auto",
-        "whether models think before they answer, for requests that do not say it; auto: the chat "
-        "template's default",
+        "whether models think before they answer, for requests that do not specify it; auto: the "
+        "chat template's default",
         choices=tuple(THINKING),
     )
     tool_parser: str = option(
@@ -117,7 +118,7 @@ class GatewaySettings(PromptSettings, PublicSettings):
     )
     admin_api_key: str = option(
         "",
-        "key of the operator, for POST /shutdown alone; empty: the route does not exist",
+        "key of the operator, only for POST /shutdown; empty: the route does not exist",
         secret=True,
     )
     open_metrics: bool = option(False, "serve /metrics without an API key")
@@ -138,11 +139,11 @@ class GatewaySettings(PromptSettings, PublicSettings):
     generation_config: str = option(
         "auto",
         "sampling defaults of requests; auto: those that the model recommends; none or vllm: "
-        "neutral ones; or a JSON file, or a folder with generation_config.json",
+        "neutral defaults; or a JSON file, or a folder with generation_config.json",
     )
     override_generation_config: str = option(
         "",
-        "JSON object of sampling defaults that replace single ones, e.g. "
+        "JSON object of sampling defaults that replace individual values, e.g. "
         '\'{"temperature": 0.7, "max_new_tokens": 512}\'; max_new_tokens is the maximum of every '
         "request's max_tokens",
     )

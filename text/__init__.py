@@ -15,9 +15,11 @@ from pdserve.text.errors import (
 from pdserve.text.messages import (
     EFFORTS,
     REASONING,
+    THINKING_SWITCHES,
     VERBOSITIES,
     TemplateInput,
     suggested_variables,
+    thinking_switches,
 )
 from pdserve.text.parts import (
     ContentPart,

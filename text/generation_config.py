@@ -16,11 +16,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Defaults for params that a request omits; None if the file omits them too.
+    """Defaults for params that a request omits, from the model or the operator; None: the engine's.
 
     max_tokens comes only from pdserve's own recommendations (engine/checkpoints/card.py). The
     max_new_tokens and max_length of model files are ignored: the default is the rest of the
-    context. do_sample is ignored because files leave it at false beside a recommended temperature.
+    context. An operator's max_new_tokens is a maximum, not a default (OperatorConfig).
+    do_sample is ignored because files leave it at false beside a recommended temperature.
     """
 
     temperature: float | None = None

@@ -15,6 +15,7 @@ REASONING = (  # message fields that hold reasoning
 )  # fmt: skip
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # of reasoning
 VERBOSITIES = ("low", "medium", "high")  # of the answer
+THINKING_SWITCHES = ("enable_thinking", "thinking")  # names that templates give the switch
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +48,18 @@ class TemplateInput:
             )
 
 
+def thinking_switches(enabled: bool) -> dict[str, bool]:
+    """Return the template variables that turn thinking on or off."""
+    return dict.fromkeys(THINKING_SWITCHES, enabled)
+
+
 def suggested_variables(effort: str | None, verbosity: str | None) -> dict[str, Any]:
     """Return the template variables for a reasoning effort and a verbosity."""
     suggested: dict[str, Any] = {}
     if effort is not None:
         suggested["reasoning_effort"] = effort
         if effort == "none":
-            suggested |= {"enable_thinking": False, "thinking": False}
+            suggested |= thinking_switches(False)
     if verbosity is not None:
         suggested["verbosity"] = verbosity
     return suggested

@@ -35,10 +35,10 @@ class Preparation:
     """The steps of preparing a request for one model, called in the order of the methods from
     `check_model_bounds` on. Each raises TextError for a fault of the client.
 
-    `defaults`: sampling that the model's authors recommend. `tool_parser`, `reasoning_parser`: the
-    families of the model's template, empty if it has none. `strict`: refuse a max_tokens beyond the
-    context instead of cutting it. `max_new_tokens`: the operator's maximum of max_tokens; None: no
-    maximum.
+    `defaults`: sampling parameters for requests that do not set them, from the model's authors or
+    the operator. `tool_parser`, `reasoning_parser`: the families of the model's template, empty if
+    it has none. `strict`: refuse a max_tokens beyond the context instead of cutting it.
+    `max_new_tokens`: the operator's maximum of max_tokens; None: no maximum.
     """
 
     limits: ModelLimits
@@ -108,19 +108,22 @@ class Preparation:
         min_tokens, and if `strict` for max_tokens."""
         param, sampling, prompt_len = request.prompt_field, request.sampling, len(ids)
         room = self.limits.context_len - prompt_len
+        requested, cap = sampling.max_tokens, self.max_new_tokens
         max_tokens = self.max_tokens(sampling)
         if not ids:
             raise TextError("the prompt has no tokens", param)
         if room <= 0:
-            raise context_overflow(self.limits, prompt_len, param, max_tokens)
+            raise context_overflow(self.limits, prompt_len, param, requested)
         if max_tokens is None:
             max_tokens = room
-        if self.strict and sampling.max_tokens is not None and max_tokens > room:
+        if self.strict and requested is not None and max_tokens > room:
             field = sampling.max_tokens_field
-            raise context_overflow(self.limits, prompt_len, param, max_tokens, field)
+            raise context_overflow(self.limits, prompt_len, param, requested, field)
         limit = min(max_tokens, room)
         if sampling.min_tokens > limit:
-            raise TextError(f"min_tokens must be at most max_tokens ({limit})", "min_tokens")
+            of_server = limit == cap and (requested is None or requested > cap)
+            allowed = f"{limit}, this server's maximum" if of_server else f"max_tokens ({limit})"
+            raise TextError(f"min_tokens must be at most {allowed}", "min_tokens")
 
     def format(
         self, request: ClientRequest, ids: Sequence[int]

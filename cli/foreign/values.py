@@ -7,6 +7,7 @@ import re
 
 from pdserve.cli.foreign.entries import Meaning, refuse
 from pdserve.cli.options import OptionError
+from pdserve.text.messages import THINKING_SWITCHES
 
 SEVERAL_GPUS = (
     "a worker runs on one device and does not split a model over GPUs; for several GPUs, start one "
@@ -282,7 +283,7 @@ def template_variables(name: str, value: str) -> list[str]:
         variables = json.loads(value)
     except ValueError:
         raise OptionError(f"{name}: {value!r} is not a JSON object") from None
-    if not isinstance(variables, dict) or not variables.keys() <= {"enable_thinking", "thinking"}:
+    if not isinstance(variables, dict) or not variables.keys() <= set(THINKING_SWITCHES):
         raise refuse(name, value, TEMPLATE_VARIABLES)
     return ["--thinking", "on" if all(variables.values()) else "off"] if variables else []
 

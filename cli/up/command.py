@@ -29,6 +29,7 @@ from pdserve.cli.up.folders import CONFIG_FILE, STATE_FILE, data_dir, kept_datab
 from pdserve.cli.up.supervisor import Child, StartError, Supervisor, death_of
 from pdserve.engine.api import EngineConfig
 from pdserve.engine.api.default_model import NO_DEFAULT_MODEL, default_model
+from pdserve.gateway.admin_key import AdminKey
 from pdserve.gateway.settings import GatewaySettings, worker_name
 from pdserve.services.common.auth.certificates import Role, certificate_settings, make_authority
 from pdserve.services.common.logs import configure_logging, logs_json, quiet_grpc_core
@@ -120,7 +121,7 @@ class System:
         self._gateway = settings.build(GatewaySettings)
         self._models = self._up.model or ("",)
         self._check()
-        self._needs_key = self._has_keys()
+        self._needs_key = self._check_keys()
         self._trust = self._make_trust()
         self._drain_s = self._gateway.drain_s
         self._router_address, self._client_bind = self._router_addresses()
@@ -177,13 +178,19 @@ class System:
         except ValueError as error:
             raise OptionError(str(error)) from None
 
-    def _has_keys(self) -> bool:
+    def _check_keys(self) -> bool:
         """Return whether the gateway requires API keys. Raises OptionError if the configured keys
         cannot be used."""
         try:
-            return make_keys(self._gateway).required
+            keys = make_keys(self._gateway)
         except (OSError, ValueError) as error:
             raise OptionError(f"--api-key-file: {error}") from None
+        if admin_key := self._gateway.admin_api_key:
+            try:
+                AdminKey(admin_key, keys)
+            except ValueError as error:
+                raise OptionError(str(error)) from None
+        return keys.required
 
     def reloading(self) -> tuple[str, ...]:
         """Return the names of the children that reload the API key file at SIGHUP. Empty without a

@@ -162,8 +162,8 @@ class HttpError:
         """Convert an exception to the error that the client receives.
 
         A ServiceError keeps its code, message and field; statuses 429 and 503 get a Retry-After
-        header. Any other exception becomes an internal error without details, which the calling
-        code logs.
+        header, and 401 the WWW-Authenticate header. Any other exception becomes an internal error
+        without details, which the calling code logs.
         """
         if not isinstance(error, ServiceError):
             error = ServiceError(
@@ -173,6 +173,8 @@ class HttpError:
         headers = {}
         if status in RETRY_STATUS:
             headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        if status == 401:
+            headers["www-authenticate"] = "Bearer"
         api_code = error.api_code if isinstance(error, CodedError) else ""
         code = api_code or ErrorCode.Name(error.code).lower()
         return cls(status, error.message, code, error.param, headers)

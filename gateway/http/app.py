@@ -281,16 +281,18 @@ def create_app(
             f"--root-path: {root_path!r} must start with / and have only letters, digits and /._~-"
         )
     app = routes or create_routes(apis, service, readiness)
-    docs_paths = add_docs(app, apis, root_path, keys.required)
+    metrics_paths = ["/metrics"] if open_metrics else []
+    open_routes = [*PROBES, *open_paths, *metrics_paths]
+    docs_paths = add_docs(app, apis, root_path, keys.required, open_routes)
     paths = [path for api in apis for path in api.paths]
     paths += [route.path for route in app.routes if isinstance(route, Route)]
     if root_path and any(f"{path}/".startswith(f"{root_path}/") for path in paths):
         raise ValueError(
             f"--root-path: {root_path} is a prefix of the server's own routes; choose another"
         )
-    metrics_paths = ["/metrics"] if open_metrics else []
-    open_routes = [*PROBES, *docs_paths, *open_paths, *metrics_paths]
-    guard = _normalize(Guard(app, keys, open_routes, apis, local, allowed_origins), root_path)
+    guard = _normalize(
+        Guard(app, keys, [*open_routes, *docs_paths], apis, local, allowed_origins), root_path
+    )
     if not allowed_origins:
         return guard
     return CORSMiddleware(  # outside, so that a page can read why it is refused

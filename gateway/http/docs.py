@@ -10,7 +10,7 @@ page has no secret, so it needs no key. It loads nothing from other hosts.
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from http import HTTPStatus
 from importlib.metadata import version
 from importlib.resources import files
@@ -33,6 +33,11 @@ CLIENT_LEFT = 499  # no client is left to read it
 SHELL_ERRORS = (401, 403, 404, 405)
 BODY_ERRORS = (408, 413, 415)
 LINES = "application/x-ndjson"  # a stream of JSON objects, one per line
+ADMIN_KEY = "admin_key"
+SECURITY_SCHEMES = {
+    "key": {"type": "http", "scheme": "bearer", "description": "The API key of a client."},
+    ADMIN_KEY: {"type": "http", "scheme": "bearer", "description": "The key of --admin-api-key."},
+}
 _EVENT = {  # before OpenAPI 3.2, a stream's schema is that of each event
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
@@ -106,13 +111,15 @@ def describe(
     stream: str = "",
     form: Model | None = None,
     query: Model | None = None,
+    security: str = "",
 ) -> dict[str, Any]:
     """Return the keyword arguments that describe a route to FastAPI: `bodies` are the alternative
     types of its request body (none: no body), `response` is the type of its response.
 
     `event`: the response may be a stream of these events. `end` is the data of the last event.
     `stream=LINES`: the stream has lines of JSON instead of server-sent events. `form` has the
-    fields of a form body, `query` the optional parameters of the URL.
+    fields of a form body, `query` the optional parameters of the URL. `security`: the name in
+    SECURITY_SCHEMES of the key that the route requires in place of a client's.
     """
 
     def operation() -> dict[str, Any]:
@@ -142,15 +149,23 @@ def describe(
                 {"name": name, "in": "query", "required": False, "schema": field}
                 for name, field in fields.items()
             ]
+        if security:
+            operation["security"] = [{security: []}]
         return operation
 
     # Schemas take long to make: `document` makes them.
     return {"openapi_extra": {_DESCRIPTION: operation}}
 
 
-def document(app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool) -> dict[str, Any]:
+def document(
+    app: FastAPI,
+    apis: Sequence[HttpApi],
+    root_path: str,
+    keys: bool,
+    open_paths: Collection[str] = (),
+) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of all routes as an object; this takes about 0.1 s. `keys`:
-    the document says that clients need an API key."""
+    the document says that clients need an API key, except for `open_paths`."""
     for route in app.routes:
         extra = getattr(route, "openapi_extra", None) or {}
         if isinstance(route, APIRoute) and _DESCRIPTION in extra:
@@ -163,9 +178,13 @@ def document(app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool) 
         servers=[{"url": root_path or "/"}],
     )
     models = page.setdefault("components", {}).setdefault("schemas", {})
+    schemes = {"key"} if keys else set()
     for path, operations in page["paths"].items():
         api = api_of(apis, path)
         for operation in operations.values():
+            schemes |= {name for one in operation.get("security", ()) for name in one}
+            if keys and path in open_paths:
+                operation.setdefault("security", [])
             _add(models, operation.pop(_MODELS, {}))
             operation["tags"] = [_group(path).name]
             operation["summary"] = _first_sentence(operation.get("description", path))
@@ -179,8 +198,10 @@ def document(app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool) 
     page["tags"] = [{"name": g.name, "description": g.description} for g in (*GROUPS, SERVER)]
     for unused in ("HTTPValidationError", "ValidationError"):
         models.pop(unused, None)
+    if schemes:
+        used = {name: SECURITY_SCHEMES[name] for name in sorted(schemes)}
+        page["components"]["securitySchemes"] = used
     if keys:
-        page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         page["security"] = [{"key": []}]
     return page
 
@@ -219,15 +240,21 @@ def _ref(model: Model, models: dict[str, Any]) -> dict[str, Any]:
     return {"$ref": _REF.format(model=model.__name__)}
 
 
-def add_docs(app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool) -> list[str]:
+def add_docs(
+    app: FastAPI,
+    apis: Sequence[HttpApi],
+    root_path: str,
+    keys: bool,
+    open_paths: Collection[str] = (),
+) -> list[str]:
     """Add the routes /openapi.json and /docs, and those of the page's files. Call it after all
-    other routes are added. The document is made at its first request. Returns the paths that need
-    no key."""
+    other routes are added. The document is made at its first request; `keys` and `open_paths` are
+    those of `document`. Returns the paths that need no key."""
     cached: list[bytes] = []
 
     def make() -> bytes:
         if not cached:
-            cached.append(to_json(document(app, apis, root_path, keys)))
+            cached.append(to_json(document(app, apis, root_path, keys, open_paths)))
         return cached[0]
 
     @app.get(DOCUMENT, include_in_schema=False)

@@ -6,8 +6,7 @@ reachable only from this machine, and has no API keys, refuses a request unless 
 headers name this machine or an allowed origin.
 
 One request enters in each pass of the event loop, and keys take turns, so that many requests of one
-key do not delay those of another key. Requests for open paths (health checks) take turns
-separately.
+key do not delay those of another key. Requests for open paths take turns separately.
 
 Invariants: with API keys configured, a request without a valid key reaches only the open paths; a
 local server without keys answers no web page of an origin that is not allowed.
@@ -30,6 +29,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.api import REQUEST_ID, HttpApi, HttpError, api_of, error_response
+from pdserve.protos.common_pb2 import UNAUTHENTICATED
+from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.fairness import FairSemaphore
 from pdserve.services.common.tenants import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.common.tracing import TraceContext
@@ -86,7 +87,8 @@ def authorization_of(headers: Headers) -> str:
 class Guard:
     """ASGI application that checks each request before it passes it to the application `app`.
 
-    `open_paths` need no API key. `local`: the server is reachable only from this machine, so that
+    `open_paths` need no client's API key: health checks, pages, and routes that check a key of
+    their own. `local`: the server is reachable only from this machine, so that
     without keys only web pages of this machine and of `allowed_origins` may call it.
     """
 
@@ -163,12 +165,10 @@ class Guard:
             return HttpError(403, reason, "forbidden") if reason else None
         if tenant is not None or scope["path"] in self._open_paths:
             return None
-        return HttpError(
-            401,
-            "missing or wrong API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-            "unauthenticated",
-            headers={"www-authenticate": "Bearer"},
+        text = (
+            "missing or wrong API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
         )
+        return HttpError.of(ServiceError(UNAUTHENTICATED, text))
 
 
 def caller_of(request: Request) -> Caller:

@@ -18,7 +18,7 @@ from pydantic import (
 
 from pdserve.gateway.http.validation import StrictModel
 from pdserve.gateway.sampling import refuse
-from pdserve.text import EFFORTS, suggested_variables
+from pdserve.text import EFFORTS, suggested_variables, thinking_switches
 
 _TEMPLATE_DECIDES = ("auto", "default")  # efforts that leave the choice to the model's template
 Effort = Annotated[
@@ -97,7 +97,7 @@ def thinking_variables(fields: Iterable[ThinkingChoice]) -> dict[str, Any]:
             raise refuse(field.field, f"{field.field} contradicts {other}")
         values = suggested_variables(field.effort, None)
         if field.enabled is not None:
-            values |= {"enable_thinking": field.enabled, "thinking": field.enabled}
+            values |= thinking_switches(field.enabled)
         for name, value in values.items():
             if variables.setdefault(name, value) != value:
                 raise refuse(field.field, f"{field.field} contradicts {sources[name]}")

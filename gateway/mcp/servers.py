@@ -102,7 +102,7 @@ class McpServers:
             self._calls.labels(tool.server, tool.name, outcome).inc()
             elapsed_s = asyncio.get_running_loop().time() - start
             summary = f"{tool.server} {tool.name}: {outcome} in {elapsed_s:.3f}s"
-            log.info(
+            log.debug(
                 "%s, %d characters in the MCP tool's result",
                 summary,
                 len(result.text),
@@ -195,7 +195,7 @@ class _ServerTask:
             return ToolResult(f"error: {error}", True), "error"
         except Exception as error:  # the package and its transports have other exceptions
             self._poll_now.set()  # checks whether it is still there
-            log.info(
+            log.debug(
                 "a tool call to the MCP server %r failed: %s", self.config.name, _reason(error)
             )
             return ToolResult(AWAY, True), "failed"

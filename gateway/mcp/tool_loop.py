@@ -192,6 +192,7 @@ class McpToolLoop:
         num_calls = 0  # of earlier turns
         written = False  # the client has text of earlier turns
         current = completion
+        max_tokens = completion.model.preparation.max_tokens(self._request.sampling)
         for number in range(self._max_turns + 1):
             turn = ToolTurn(self._is_gateway_call, separated=written)
             ended = Delta(0, (), (), 0, None)
@@ -212,11 +213,14 @@ class McpToolLoop:
                 yield usage
                 return
             following = None
-            if number < self._max_turns and self._may_continue(num_tokens):
+            remaining = None if max_tokens is None else max_tokens - num_tokens
+            if number < self._max_turns and (remaining is None or remaining > 0):
                 results = await self._call_all(turn.gateway_calls, num_calls, completion)
                 num_calls += len(turn.gateway_calls)
                 messages += [turn.message(), *results]
-                following = await self._follow(completion, messages, num_tokens, number + 1)
+                following = await self._follow(
+                    completion, messages, num_tokens, remaining, number + 1
+                )
             if following is None:
                 completion.meter.cut_short()
                 yield Delta(ended.choice, (), (), num_tokens, "length")
@@ -230,12 +234,6 @@ class McpToolLoop:
         if (offered := self._offered.get(name)) is not None:
             return offered.approved
         return name not in self._client_names
-
-    def _may_continue(self, num_tokens: int) -> bool:
-        """Return whether the answer, with `num_tokens` so far, is below the request's token
-        limit."""
-        limit = self._request.sampling.max_tokens
-        return limit is None or num_tokens < limit
 
     async def _call_all(
         self, calls: Sequence[_Call], num_before: int, completion: PreparedCompletion
@@ -285,18 +283,17 @@ class McpToolLoop:
         completion: PreparedCompletion,
         messages: Sequence[Mapping[str, Any]],
         num_tokens: int,
+        remaining: int | None,
         number: int,
     ) -> PreparedCompletion | None:
         """Prepare the next turn for a conversation extended by the last turn's calls and results.
-        Returns None if its prompt does not fit in the model's context."""
+        The answer has `num_tokens` so far and may have `remaining` more; None: no limit. Returns
+        None if the prompt does not fit in the model's context."""
         request = self._request
         sampling = replace(
             request.sampling, min_tokens=max(0, request.sampling.min_tokens - num_tokens)
         )
-        limits: list[int | None] = [None]  # None: the rest of the context
-        if sampling.max_tokens is not None:
-            limits.insert(0, sampling.max_tokens - num_tokens)
-        for limit in limits:
+        for limit in dict.fromkeys((remaining, None)):  # None: the rest of the context
             following = replace(
                 request,
                 conversation=replace(request.conversation, messages=messages),

@@ -29,6 +29,7 @@ log = logging.getLogger("pdserve.gateway.request")
 MAX_ATTEMPTS = 16  # recorded per request
 MAX_LINE = 200  # characters of a request's log line
 MIN_MODEL = 8  # of a model's name in the line, which is cut before the figures are
+MIN_KEY = 8  # of a key's name
 MIN_MESSAGE = 40  # of an error's message, for which the name is cut
 
 
@@ -346,6 +347,7 @@ class RequestMetrics:
         client's text."""
         status = 200 if error is None else HTTP_STATUS[_code(error)]
         head = f"{self._caller.route} {status} model="
+        key = self._caller.tenant.name
         figures = [
             f"prompt={self._prompt_tokens}",
             f"completion={self._counted if error is None else self.num_generated}",
@@ -356,18 +358,22 @@ class RequestMetrics:
             figures.append(f"ttft={self._first - self.arrived:.3f}s")
         figures += [f"total={total_s:.3f}s", f"finish={self._finish}"]
         tail = f" {' '.join(figures)}"
-        message = f" ({error.message})" if isinstance(error, ServiceError) and status >= 500 else ""
         room = MAX_LINE - len(f"  request={self._caller.request_id}")
-        model_len = room - len(head) - len(tail) - min(len(message), MIN_MESSAGE)
+        message = f" ({error.message})" if isinstance(error, ServiceError) and status >= 500 else ""
+        room_of_names = room - len(head) - len(tail) - min(len(message), MIN_MESSAGE)
+        if key:
+            key_len = room_of_names - MIN_MODEL - len(" key=")
+            key = f" key={_shortened(key, max(MIN_KEY, key_len))}"
+        model_len = room_of_names - len(key)
         model = _shortened(self._model or "-", max(MIN_MODEL, model_len))
-        return _shortened(f"{head}{model}{tail}{message}", room)
+        return _shortened(f"{head}{model}{key}{tail}{message}", room)
 
     def _details(self, error: BaseException | None) -> str:
         """Return what the request's log line leaves out: ids, workers, the time of each phase, and
         the message of an error."""
         caller, phases = self._caller, self._phases
         ids = {"client_id": caller.client_id, "header_id": caller.header_id}
-        named = {**ids, "key": caller.tenant.name, "decode": self._decode}
+        named = ids | {"decode": self._decode}
         names = "".join(f" {name}={value}" for name, value in named.items() if value)
         message = f" error: {error.message}" if isinstance(error, ServiceError) else ""
         return (

@@ -75,7 +75,11 @@ def default_sampling(service: Service, card: ModelCard) -> dict[str, float] | No
     text = service.catalog.loaded(card)
     if text is None:
         return None
-    return {name: value for name, value in asdict(text.defaults).items() if value is not None}
+    defaults = asdict(text.defaults)
+    if (maximum := service.catalog.max_new_tokens) is not None:
+        limits = (defaults["max_tokens"], maximum, card.context_len)
+        defaults["max_tokens"] = min(limit for limit in limits if limit is not None)
+    return {name: value for name, value in defaults.items() if value is not None}
 
 
 def llama_sampling(
@@ -108,7 +112,7 @@ def _model_object(service: Service, name: str, card: ModelCard) -> dict[str, Any
     }
 
 
-def _model_info(name: str, card: ModelCard) -> dict[str, Any]:
+def _model_info(service: Service, name: str, card: ModelCard) -> dict[str, Any]:
     """Return a model in the format of Anthropic's API; `name` is its own name or an alias."""
     created = datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z")
     return {
@@ -118,13 +122,14 @@ def _model_info(name: str, card: ModelCard) -> dict[str, Any]:
         "created_at": created,
         "lifecycle": "active",
         "max_input_tokens": card.context_len,
-        "max_tokens": card.context_len,
+        "max_tokens": min(card.context_len, service.catalog.max_new_tokens or card.context_len),
     }
 
 
-def _model_page(cards: Mapping[str, ModelCard]) -> dict[str, Any]:
+def _model_page(service: Service, cards: Mapping[str, ModelCard]) -> dict[str, Any]:
     """Return all models and aliases as one page of a list in Anthropic's format."""
-    page = list_page([_model_info(name, card) for name, card in cards.items()], has_more=False)
+    infos = [_model_info(service, name, card) for name, card in cards.items()]
+    page = list_page(infos, has_more=False)
     del page["object"]
     return page
 
@@ -205,7 +210,7 @@ def add_server_routes(
         request has the header `anthropic-version`."""
         cards = await service.catalog.listed()
         if ANTHROPIC_VERSION in request.headers:
-            return JSONResponse(_model_page(cards))
+            return JSONResponse(_model_page(service, cards))
         data = [_model_object(service, name, card) for name, card in cards.items()]
         return JSONResponse({"object": "list", "data": data})
 
@@ -215,7 +220,7 @@ def add_server_routes(
         card = await service.catalog.card(name)
         name = name or card.name
         if ANTHROPIC_VERSION in request.headers:
-            return JSONResponse(_model_info(name, card))
+            return JSONResponse(_model_info(service, name, card))
         return JSONResponse(_model_object(service, name, card))
 
     @app.get("/props", **describe(response=ServerProps, query=ModelQuery))

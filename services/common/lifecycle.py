@@ -17,7 +17,8 @@ import uvloop
 
 from pdserve.services.common.options import ECHO_S, GRACE_S
 
-# Reports a service's state to its parent: "listening", "loading" or "ready", with figures.
+# Reports a service's state to its parent: "listening", "loading", "ready" or "failed", with
+# figures; or "shutdown": the parent must end all processes.
 Report = Callable[[str, dict[str, Any]], None]
 
 log = logging.getLogger(__name__)

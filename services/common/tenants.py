@@ -96,6 +96,14 @@ class ApiKeys:
         salt = b"" if self._shared_prefix else _derived(key, b"cache salt")
         return Tenant(matching_name, _derived(key, b"tenant")[:ID_BYTES], salt)
 
+    def overlap(self, other: "ApiKeys") -> bool:
+        """Return whether a key is accepted here and by `other`."""
+        digests, others = (
+            {digest for digest, _ in (*keys._configured, *keys._from_file)}
+            for keys in (self, other)
+        )
+        return not digests.isdisjoint(others)
+
     def has_name(self, name: str) -> bool:
         """Return whether an accepted key has this name; without keys, whether it is the name of
         EVERYBODY."""

@@ -86,7 +86,11 @@ def test_sampling_of_a_server_that_reports_none() -> None:
 def test_a_truncated_answer_names_its_limit(server: ApiServer, subtests: pytest.Subtests) -> None:
     server.events = [*says("x"), *ends("length", total_tokens=5)]
     for recommended, max_tokens, note in (
-        ({"max_tokens": 7}, 0, "after 7 tokens, as recommended for this model; see --max-tokens"),
+        (
+            {"max_tokens": 7},
+            0,
+            "after 7 tokens, the server's default for this model; see --max-tokens",
+        ),
         ({"max_tokens": 7}, 4, "after 4 tokens by --max-tokens"),
         ({}, 0, "at the token limit of the server"),
     ):

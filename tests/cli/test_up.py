@@ -287,6 +287,9 @@ def test_mcp_servers_belong_to_the_gateway_and_are_checked_first(tmp_path: Path)
     config.write_text("{}")
     with pytest.raises(OptionError, match=r"--mcp-config .*mcp\.json: mcpServers is missing"):
         System(parse_command(COMMANDS["up"], "pdserve up", words)[0], FAKES)
+    words = ["--port", "0", "--api-key", "k", "--admin-api-key", "k"]
+    with pytest.raises(OptionError, match="--admin-api-key must differ from all API keys"):
+        System(parse_command(COMMANDS["up"], "pdserve up", words)[0], FAKES)
     words = ["--port", "0", "--override-generation-config", '{"heat": 1}']
     with pytest.raises(OptionError, match="--override-generation-config: unknown name 'heat'"):
         System(parse_command(COMMANDS["up"], "pdserve up", words)[0], FAKES)

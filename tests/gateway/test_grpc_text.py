@@ -20,7 +20,8 @@ pytestmark = pytest.mark.anyio
 HI = [ChatMessage(role="user", content="hi")]
 
 
-async def test_chat(make_channel):
+async def test_chat(make_channel, caplog):
+    caplog.set_level("INFO")
     router = FakeRouter(saying("hello world", cached=2))
     text = TextStub(await make_channel(router))
     chunks = [chunk async for chunk in text.Chat(ChatRequest(messages=HI))]
@@ -29,6 +30,10 @@ async def test_chat(make_channel):
     assert chunks[-1].usage.prompt_tokens == len(router.starts[0].prompt_ids)
     assert chunks[-1].usage.completion_tokens == len(router.encode("hello world")) + 1
     assert chunks[-1].usage.cached_tokens == 2
+    assert [chunk async for chunk in text.Complete(CompleteRequest(prompt="x"))]
+    lines = [r.getMessage() for r in caplog.records if r.name == "pdserve.gateway.request"]
+    routes = [line.partition(" 200 model=tiny ")[0] for line in lines]
+    assert routes == ["gRPC Text/Chat", "gRPC Text/Complete"]
 
 
 async def test_complete_with_options(make_channel):

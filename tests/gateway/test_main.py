@@ -200,8 +200,16 @@ async def test_the_operator_ends_the_server(servicer, gateway):
             headers = {"authorization": f"Bearer {key}"} if key else {}
             reply = await http.request(method, path, headers=headers)
             assert reply.status_code == status, (method, path, reply.text)
+            assert reply.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
+            if path == "/shutdown" and status == 401:
+                refused = f"request={reply.headers['x-request-id']}"
+    accepted = f"request={reply.headers['x-request-id']}"
     assert await operated.event() == ("shutdown", {})
     assert await operated.stop() == 0
+    (warning,) = (line for line in operated.log.splitlines() if refused in line)
+    assert "WARN" in warning
+    (line,) = (line for line in operated.log.splitlines() if accepted in line)
+    assert "POST /shutdown with the admin key" in line
 
 
 async def test_every_api_is_mounted(gateway):

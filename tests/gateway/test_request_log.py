@@ -10,6 +10,7 @@ from pdserve.gateway.caller import Caller
 from pdserve.gateway.metrics import GatewayMetrics, RequestLog, RequestMetrics, request_metrics
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT, UNAVAILABLE
 from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.tenants import Tenant
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,19 @@ def test_the_line_of_a_request_keeps_its_figures(caplog: pytest.LogCaptureFixtur
     """Cut a long model name and the message of an error, and show no message of a client's."""
     caplog.set_level("INFO")
     request_id, model = f"chatcmpl-{'a' * 32}", "m" * 100
-    caller = Caller(request_id, route="POST /v1/chat/completions")
+    for key in ("", "alice", "k" * 64):
+        caller = Caller(request_id, tenant=Tenant(key, b"", b""), route="POST /v1/chat/completions")
+        check_lines(caplog, caller, model)
+
+
+def check_lines(caplog: pytest.LogCaptureFixture, caller: Caller, model: str) -> None:
+    key = caller.tenant.name
     for error, status, end in (
         (None, 200, "finish=stop"),
         (
             ServiceError(UNAVAILABLE, "why " * 100),
             503,
-            "finish=UNAVAILABLE (why why why why why why why why why...",
+            "finish=UNAVAILABLE (why why why why w",
         ),
         (ServiceError(INVALID_ARGUMENT, "what the client wrote"), 400, "finish=INVALID_ARGUMENT"),
     ):
@@ -89,6 +96,8 @@ def test_the_line_of_a_request_keeps_its_figures(caplog: pytest.LogCaptureFixtur
         meter.close(error)
         (line,) = caplog.messages
         assert line.startswith(f"POST /v1/chat/completions {status} model=mmmm")
+        assert f" key={key[:5]}" in line or not key
+        assert (" key=" in line) == bool(key)
         assert " prompt=12345 completion=0 total=0.000s finish=" in line
-        assert line.endswith(end), line
-        assert len(f"{line}  request={request_id}") <= 200
+        assert end in line if status == 503 else line.endswith(end), line
+        assert len(f"{line}  request={caller.request_id}") <= 200

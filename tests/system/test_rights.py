@@ -1,6 +1,7 @@
 """Access rights: the tables of docs/security.md, and a running system with certificates."""
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import httpx
 import psutil
 import pytest
 from oracles.rights_tables import METHODS, REFUSED, ROUTES, status
+from systems.eventually import wait_until
 from systems.fleet import Fleet
 from systems.listening import listening
 
@@ -65,7 +67,7 @@ def test_the_table_lists_the_routes_of_the_application() -> None:
     app = create_routes(apis, service, none)
     add_fleet(app, service)
     add_pages(app, "")
-    add_admin(app, "ADMIN-KEY", lambda: None)
+    add_admin(app, none, lambda: None)
     add_docs(app, apis, "", keys=True)
     there = {
         f"{method} {route.path.replace(':path', '')}"  # type: ignore[attr-defined]
@@ -247,6 +249,17 @@ def test_prompts_cached_for_one_key_are_not_visible_to_another(fleet: Fleet) -> 
     prompt = "in a land far away " * 20
     assert rpc("KEY") == 0
     assert http("OTHER-KEY") == 0
+
+
+def test_a_request_has_one_line_in_the_log_of_all_processes(fleet: Fleet) -> None:
+    body = {"model": "SmolLM2-135M-Instruct", "prompt": "a b c " * 300, "max_tokens": 4}
+    answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=KEY, timeout=60)
+    id_ = answer.json()["id"]
+    wait_until(lambda: id_ in fleet.log(), "the line of the request")
+    time.sleep(0.5)  # a worker could still write one
+    (line,) = (line for line in fleet.log().splitlines() if id_ in line)
+    assert "POST /v1/completions 200 model=" in line
+    assert " key=" in line
 
 
 def test_no_command_line_contains_a_secret(fleet: Fleet) -> None:

@@ -43,7 +43,7 @@
       docExpansion: "list",
       defaultModelsExpandDepth: 0,
       requestInterceptor: (request) => {
-        if (key) request.headers.authorization = bearer();
+        if (key && !request.headers.Authorization) request.headers.authorization = bearer();
         return request;
       },
     });

@@ -90,6 +90,24 @@ def test_every_route_is_described(page: Any) -> None:
             assert "schema" in next(iter(answers["200"]["content"].values()))
 
 
+def test_each_route_names_the_key_that_it_requires(gateway, page):
+    assert page["paths"]["/shutdown"]["post"]["security"] == [{"admin_key": []}]
+    assert page["components"]["securitySchemes"].keys() == {"admin_key"}
+    with served_gateway(api_keys=("client",)) as url:
+        reply = httpx.get(f"{url}/openapi.json", headers={"authorization": "Bearer client"})
+    keyed = reply.json()
+    assert keyed["security"] == [{"key": []}]
+    assert keyed["components"]["securitySchemes"].keys() == {"admin_key", "key"}
+    found = {
+        path: operation["security"]
+        for path, operations in keyed["paths"].items()
+        for operation in operations.values()
+        if "security" in operation
+    }
+    probes = ("/health", "/health/live", "/health/ready", "/ready")
+    assert found == {"/shutdown": [{"admin_key": []}], **{path: [] for path in probes}}
+
+
 async def test_the_root_path_is_listed_as_server(make_http):
     page = (await make_http(saying("x"), root_path="/llm").get("/openapi.json")).json()
     assert page["servers"] == [{"url": "/llm"}]

@@ -34,6 +34,7 @@ from pdserve.gateway.mcp.config import McpServer
 from pdserve.gateway.mcp.offer import ServerTool, ToolResult, offered_tools
 from pdserve.gateway.mcp.tool_loop import MAX_CALLS
 from pdserve.gateway.metrics import GatewayMetrics
+from pdserve.gateway.model_overrides import ModelOverrides
 from pdserve.gateway.openai import OpenAiApi
 from pdserve.gateway.openai.chat import ChatReply
 from pdserve.gateway.openai.request_models import ChatBody
@@ -151,7 +152,7 @@ async def gateway(
 async def test_a_call_is_executed_and_the_model_continues(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "pdserve")
+    caplog.set_level(logging.DEBUG, "pdserve")
     router = ToolModel("Let me see." + calls("s__get", '{"city": "Oslo"}'), " It is cold.")
     tools = Tools(get=answers("-3 degrees"))
     async with gateway(router, tools) as gw:
@@ -175,11 +176,16 @@ async def test_a_call_is_executed_and_the_model_continues(
     assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
     assert len({start.request for start in router.starts}) == 2
     assert gw.counted() == {("get", "ok"): 1}
-    lines = [record.getMessage() for record in caplog.records]
-    assert any(line.startswith("s get: ok in ") for line in lines)
+    (call,) = (r for r in caplog.records if r.getMessage().startswith("s get: ok in "))
+    assert call.levelno == logging.DEBUG
+    (line,) = (
+        r.getMessage()
+        for r in caplog.records
+        if r.levelno >= logging.INFO and "finish=" in r.getMessage()
+    )
     tokens_in, out = usage["prompt_tokens"], usage["completion_tokens"]
-    ended = f"tiny: {tokens_in} tokens in (2 cached), {out} out, finish=stop "
-    assert any(line.startswith(ended) for line in lines)
+    assert f" 200 model=tiny prompt={tokens_in} completion={out} " in line
+    assert line.endswith(" finish=stop")
 
 
 async def test_rounds_are_streamed_in_order() -> None:
@@ -375,7 +381,8 @@ async def test_cases_where_no_tools_are_offered() -> None:
     assert "s__get" not in router.prompt(0)
 
 
-async def test_a_batch_line_is_offered_no_tools() -> None:
+async def test_a_batch_line_is_offered_no_tools(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pdserve.gateway.request")
     tools = Tools(get=answers("x"))
     router = ToolModel(calls("s__get"))
     body = b'{"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}'
@@ -384,6 +391,8 @@ async def test_a_batch_line_is_offered_no_tools() -> None:
     assert reply.status == 200
     assert "s__get" not in router.prompt(0)
     assert tools.called == []
+    (line,) = caplog.messages
+    assert line.startswith("POST /v1/chat/completions 200 model=tiny ")
 
 
 async def test_structured_answers_and_scored_prompts_are_offered_no_tools() -> None:
@@ -440,8 +449,14 @@ async def test_max_tokens_bounds_all_rounds() -> None:
     router = ToolModel(first, "x" * 100)
     tools = Tools(get=answers("x"))
     used = len(router.encode(first)) + 1
-    async with gateway(router, tools) as gw:
-        choice = await gw.choice(max_tokens=used + 7)
+    for cap, fields in (
+        (None, {"max_tokens": used + 7}),
+        (used + 7, {}),
+        (used + 7, {"max_tokens": used + 900}),
+    ):
+        router.starts.clear()
+        async with gateway(router, tools, overrides=ModelOverrides(max_new_tokens=cap)) as gw:
+            choice = await gw.choice(**fields)
         assert choice["finish_reason"] == "length"
         assert choice["message"]["content"] == "One.\n\n" + "x" * 7
         assert router.starts[1].params.max_tokens == 7

@@ -161,7 +161,7 @@ def test_the_log_names_the_request(with_pair: Callable[..., None], caplog: Any) 
                 await pair.decode.wait("finished", attempt)
         await pair.at_rest()
 
-    with caplog.at_level(logging.INFO, "pdserve.services.prefill.core"):
+    with caplog.at_level(logging.DEBUG, "pdserve.services.prefill.core"):
         with_pair(test)
     lines = [r for r in caplog.records if r.name == "pdserve.services.prefill.core"]
     assert [line.request for line in lines] == ["done", "cancelled"]

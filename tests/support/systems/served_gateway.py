@@ -12,6 +12,7 @@ from fakes.pooled_answers import HIDDEN, NO, YES, embedding, judging, vector_of
 from fakes.router import Event, FakeRouter, saying, served
 from fakes.scripted_service import scripted_service
 
+from pdserve.gateway.admin_key import AdminKey
 from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.anthropic import AnthropicApi
 from pdserve.gateway.http.admin import ADMIN_PATHS, add_admin
@@ -87,7 +88,7 @@ def served_gateway(
             readiness = Readiness(router, service.catalog)
             routes = create_routes(apis, service, readiness)
             add_fleet(routes, service)
-            add_admin(routes, "operator", lambda: None)
+            add_admin(routes, AdminKey("operator", keys), lambda: None)
             app = create_app(
                 apis,
                 service,
