@@ -27,7 +27,7 @@ SEEDS: dict[str, Mapping[str, Any] | str] = {
         ),
         "context_len": 128_000,
         **LISTEN,
-        OVERRIDE: {"max_new_tokens": 32768},
+        OVERRIDE: {"max_tokens": 32768},
     },
     "V2": GPUS,
     "V3": GPUS,
@@ -188,6 +188,25 @@ LINES: list[tuple[str, Mapping[str, Any] | str]] = [
     ("up -p 9000 -m /m --max-batch-size 8", {"port": 9000, "max_running": 8}),
     ("up -p hello", "use `pdserve run MODEL PROMPT`"),
     ("up a --model b", "both set model"),
+    ("run -m o/x --temp 0 -- hello", {"model": ("o/x",), "prompt": ["hello"]}),
+    ("chat --model x -- -m o/x", "unrecognized arguments"),
+    (
+        "run --model=o/x --revision abc Hello",
+        {"model": ("o/x@abc",), "prompt": ["Hello"]},
+    ),
+    (
+        'up m --override-generation-config={"top_k":3} --temp 0.2',
+        {OVERRIDE: {"top_k": 3, "temperature": 0.2}},
+    ),
+    ("up m --device auto --cpu=false --embedding=false", {"device": "auto", "task": "auto"}),
+    ("up m --embedding=true", {"task": "embed"}),
+    ("up m -n 99", {OVERRIDE: {"max_tokens": 99}}),
+    ("up m -n -1", {OVERRIDE: ""}),
+    ("up m --no-trust-remote-code", {"model": ("m",)}),
+    ("run -m o/x llama drink water", {"prompt": ["llama", "drink", "water"]}),
+    ("up --model o/X-GGUF -hff x.gguf", {"model": ("o/X-GGUF:x.gguf",)}),
+    ("up --model o/X-GGUF --revision r -hff x.gguf", {"model": ("o/X-GGUF@r:x.gguf",)}),
+    ("up --model o/X-GGUF:Q4_0 -hff x.gguf", "--model and -hff both name a file"),
 ]
 
 
