@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.cli.commands import COMMANDS
+from pdserve.cli.foreign import translate
 from pdserve.cli.main import find, main, parse_command
 from pdserve.cli.options import OptionError
 
@@ -189,7 +190,6 @@ LINES: list[tuple[str, Mapping[str, Any] | str]] = [
     ("up -p hello", "use `pdserve run MODEL PROMPT`"),
     ("up a --model b", "both set model"),
     ("run -m o/x --temp 0 -- hello", {"model": ("o/x",), "prompt": ["hello"]}),
-    ("chat --model x -- -m o/x", "unrecognized arguments"),
     (
         "run --model=o/x --revision abc Hello",
         {"model": ("o/x@abc",), "prompt": ["Hello"]},
@@ -249,6 +249,15 @@ def test_lines_of_documentation(subtests: pytest.Subtests) -> None:
         with subtests.test(line):
             words = line.split() if "{" in line else shlex.split(line)
             check(words, expected)
+
+
+def test_words_after_the_separator_are_no_options() -> None:
+    assert find("chat", ["--", "-m", "o/x"]).name == "chat"
+    assert find("up", ["--", "--prompts"]).name == "up"
+    options = [option for section in COMMANDS["run"].sections() for option in section.options]
+    words = translate("run", options, ["-m", "o/x", "--temp", "0", "--", "-m", "hello"])
+    assert words[:2] == ["--model", "o/x"]
+    assert words[-3:] == ["--", "-m", "hello"]
 
 
 MISTYPED = [
