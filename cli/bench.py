@@ -159,10 +159,17 @@ def over_time(samples: Sequence[Sample]) -> str:
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Run the benchmark and print its results, or compare two earlier ones. Returns 0 if every
     request succeeded, 1 if one failed or nothing could be measured, STOPPED after Ctrl-C. In a
-    sweep, a rate that saturates the server is no failure. Raises ApiError if the benchmark cannot
-    begin."""
+    sweep, a rate that saturates the server is no failure unless all its requests fail. Raises
+    ApiError if the benchmark cannot begin."""
     options = settings.build(BenchSettings)
     if options.compare:
+        for flag, value in (
+            ("--json", options.json),
+            ("--html", options.html),
+            ("--sweep", options.sweep),
+        ):
+            if value:
+                raise OptionError(f"--compare and {flag} exclude each other: nothing is measured")
         return _compare(options.compare)
     _check_given(settings)
     try:
@@ -190,7 +197,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     runs = [{**load.facts, **summarize(load.samples, slo)} for load in bench.loads]
     samples = bench.loads[0].samples if bench.loads else []
     if rates:
-        print(f"{bench.title}\n\n{sweep_table(runs)}{bench.saturated_text}", end="")
+        print(f"{bench.title}\n\n{sweep_table(runs)}{bench.end_text}", end="")
     elif runs:
         print(f"{bench.title}\n{run_table(runs[0])}{plot(samples)}", end="")
     result = {"runs": runs} if rates else next(iter(runs), {})
@@ -205,8 +212,8 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
             return 1
     if stopped:
         return STOPPED
-    failed = not runs or not runs[0]["completed"] or any(run["errors"] for run in runs[:-1])
-    return 1 if failed or (not rates and runs[0]["errors"]) else 0
+    failed = any(not run["completed"] for run in runs) or any(run["errors"] for run in runs[:-1])
+    return 1 if not runs or failed or (not rates and runs[0]["errors"]) else 0
 
 
 def _compare(files: Sequence[str]) -> int:
@@ -278,7 +285,7 @@ class Bench:
         self._view = view
         self.loads: list[Load] = []
         self.title = ""
-        self.saturated_text = ""  # a line for the user if a sweep ended early
+        self.end_text = ""  # a line for the user if a sweep ended early
 
     async def run(self) -> bool:
         """Send all requests of the benchmark; return whether Ctrl-C or SIGTERM stopped it. Raises
@@ -308,7 +315,9 @@ class Bench:
                 self.loads.append(load)
                 await self._send(api, islice(bodies, options.requests), load, rate)
                 if self._sweep and is_saturated(load.samples):
-                    self.saturated_text = f"\nsaturated at {rate:g} requests/s\n"
+                    failed = all(sample.error for sample in load.samples)
+                    verb = "requests failed" if failed else "saturated"
+                    self.end_text = f"\n{verb} at {rate:g} requests/s\n"
                     return
         finally:
             api.close()
@@ -368,6 +377,9 @@ class Bench:
             "input_tokens": None if exact is None else options.input_tokens,
             "input_is_exact": exact,
             "output_tokens_asked": options.output_tokens,
+            "temperature": options.temperature,
+            "ignore_eos": options.ignore_eos,
+            "warmup": options.warmup,
             "seed": self._seed,
         }
 

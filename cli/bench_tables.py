@@ -25,6 +25,7 @@ COMPARED_PERCENTILES = ("p50", "p99")
 LOAD = (
     *("model", "endpoint", "dataset", "rate", "concurrency"),
     *("input_tokens", "output_tokens_asked", "requests"),
+    *("temperature", "ignore_eos", "warmup"),
 )
 
 

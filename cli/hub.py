@@ -1,16 +1,16 @@
 """`pdserve pull`, `pdserve ls` and `pdserve rm`: the models on this machine, which are those in the
-cache of huggingface-hub and the one that ships with pdserve.
+cache of huggingface-hub and the default one.
 """
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
 
 from pdserve.cli.options import CommandError, Settings
 from pdserve.cli.table import table
 
 SIZE_UNITS = ("B", "KB", "MB", "GB", "TB")
-WEIGHTS = (".gguf", ".safetensors")
 
 
 def pull(settings: Settings, positionals: Mapping[str, str]) -> int:
@@ -42,10 +42,15 @@ def _rows() -> Iterator[tuple[str, str, str]]:
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     from pdserve.engine.api.default_model import default_model
+    from pdserve.engine.checkpoints.quantization_tags import gguf_models
     from pdserve.engine.checkpoints.resolve import served_name
 
     if path := default_model():
-        yield f"{served_name(path)} (default)", _size(path.stat().st_size), _day(path.stat().st_mtime)
+        yield (
+            f"{served_name(path)} (default)",
+            _size(path.stat().st_size),
+            _day(path.stat().st_mtime),
+        )
     try:
         repos = scan_cache_dir().repos
     except CacheNotFound:  # nothing was ever downloaded
@@ -53,17 +58,19 @@ def _rows() -> Iterator[tuple[str, str, str]]:
     for repo in sorted(repos, key=lambda repo: repo.repo_id):
         if repo.repo_type != "model":
             continue
-        files = {file.file_path.name: file for r in repo.revisions for file in r.files}
-        if not any(name.endswith(WEIGHTS) for name in files):
-            continue
-        for name, file in sorted(files.items()):
-            if name.endswith(".gguf"):
-                yield (
-                    f"{repo.repo_id}:{name}",
-                    _size(file.size_on_disk),
-                    _day(file.blob_last_modified),
-                )
-        if not any(name.endswith(".gguf") for name in files):
+        files = {
+            str(file.file_path.relative_to(revision.snapshot_path)): file
+            for revision in sorted(repo.revisions, key=lambda revision: revision.last_modified)
+            for file in revision.files
+        }
+        for name, parts in gguf_models(files).items():
+            yield (
+                f"{repo.repo_id}:{name}",
+                _size(sum(files[part].size_on_disk for part in parts)),
+                _day(max(files[part].blob_last_modified for part in parts)),
+            )
+        suffixes = {file.file_path.suffix for file in files.values()}
+        if ".safetensors" in suffixes and ".gguf" not in suffixes:
             yield repo.repo_id, _size(repo.size_on_disk), _day(repo.last_modified)
 
 
@@ -97,6 +104,8 @@ def rm(settings: Settings, positionals: Mapping[str, str]) -> int:
     ]
     if cache is None or not repos:
         raise CommandError(f"{model.repo} is not in the cache; `pdserve ls` lists what is")
+    # Another repository may have a revision with the same hash.
+    cache = replace(cache, repos=frozenset(repos))
     strategy = cache.delete_revisions(*(r.commit_hash for repo in repos for r in repo.revisions))
     strategy.execute()
     print(f"removed {model.repo}: {_size(strategy.expected_freed_size)}")

@@ -171,7 +171,7 @@ def find(name: str, args: Sequence[str]) -> Command:
     if sentence := foreign.NO_COMMANDS.get(name):
         raise OptionError(f"there is no command {name!r}: {sentence}")
     name = foreign.COMMANDS.get(name, name)
-    words = {arg.partition("=")[0] for arg in args}
+    words = {arg.partition("=")[0] for arg in foreign.before_separator(args)}
     if (name in ("chat", "complete") and foreign.names_model(args)) or (
         name == "up" and words & {"--i", "--interactive", "--prompts"}
     ):

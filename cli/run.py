@@ -7,6 +7,7 @@ and not the system. The kernel kills that process if this one is killed.
 
 import multiprocessing
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -21,19 +22,24 @@ from pdserve.cli.chat import Conversation, converse, first_model
 from pdserve.cli.chat_terminal import hidden_keys, view_on
 from pdserve.cli.commands import STOPPED
 from pdserve.cli.http_client import ApiClient, ApiError
-from pdserve.cli.options import CommandError, RunSettings, Settings
+from pdserve.cli.options import CommandError, OptionError, RunSettings, Settings
+from pdserve.cli.up.stop_limit import stop_limit_s
 from pdserve.services.common.process import die_with
 
 SEPARATOR = "|"
-STOP_S = 90.0  # the system kills its processes before that
+KILL_S = 10.0  # time for the system to kill its processes after its own limit
 
 
 def run(settings: Settings, positionals: Mapping[str, Any]) -> int:
     """Start a system, answer the questions of the command line or those that the user types, and
-    stop it. Returns the exit code. Raises CommandError if the system does not start."""
+    stop it. Returns the exit code. Raises OptionError if options of the system contradict each
+    other, CommandError if it does not start."""
     run_settings = settings.build(RunSettings)
     prompts = [text.strip() for text in run_settings.prompts.split(SEPARATOR) if text.strip()]
     prompts += [" ".join(positionals["prompt"])] if positionals["prompt"] else []
+    if settings.values["api_key_file"].value and not settings.values["api_key"].value:
+        # The file may have only hashes of keys.
+        settings = settings.override(api_key=(secrets.token_urlsafe(),))
     key = settings.values["api_key"].value[:1]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with system(settings) as url:
@@ -64,7 +70,7 @@ def answer(prompts: Sequence[str], begin: Callable[[], Conversation]) -> int:
 @contextmanager
 def system(settings: Settings) -> Iterator[str]:
     """Run a system during the block; yield the URL at which this process reaches it. Raises
-    CommandError if it ends before it is ready."""
+    OptionError if options contradict each other, CommandError if it ends before it is ready."""
     given = {name for name, value in settings.values.items() if value.given}
     with tempfile.TemporaryDirectory(prefix="pdserve-run-") as folder:
         path = settings.values["unix_socket"].value or str(Path(folder, "api"))
@@ -79,29 +85,38 @@ def system(settings: Settings) -> Iterator[str]:
         report.close()  # so that `recv` ends with the child
         try:
             try:
-                ready.recv()
+                outcome = ready.recv()
             except EOFError:
                 raise CommandError("the system has not started") from None
+            if isinstance(outcome, OptionError):
+                raise outcome
             yield f"unix:{path}"
         finally:
-            stop(child)
+            stop(child, stop_limit_s(settings.values["drain_s"].value) + KILL_S)
 
 
-def stop(child: SpawnProcess) -> None:
-    """Stop the system, and wait until all its processes have ended. A second Ctrl-C kills them."""
+def stop(child: SpawnProcess, limit_s: float) -> None:
+    """Stop the system, and wait until all its processes have ended. A second Ctrl-C kills them, and
+    so does the end of `limit_s`."""
     if child.pid and child.is_alive():
         os.kill(child.pid, signal.SIGTERM)
     try:
-        child.join(STOP_S)
+        child.join(limit_s)
     finally:
         child.kill()
         child.join()
 
 
 def serve(settings: Settings, parent: int, report: Connection) -> NoReturn:
-    """Run the system in this process; send its URL to `report` when it is ready."""
+    """Run the system in this process; send its URL to `report` when it is ready, or the
+    OptionError that prevents its start."""
     os.setpgid(0, 0)
     die_with(parent)
     from pdserve.cli.up import command
 
-    sys.exit(command.serve(settings, report.send))
+    try:
+        code = command.serve(settings, report.send)
+    except OptionError as error:
+        report.send(error)
+        code = 2
+    sys.exit(code)

@@ -18,10 +18,11 @@ logger = logging.getLogger(__name__)
 class GenerationDefaults:
     """Defaults for params that a request omits, from the model or the operator; None: the engine's.
 
-    max_tokens comes only from pdserve's own recommendations (engine/checkpoints/card.py). The
-    max_new_tokens and max_length of model files are ignored: the default is the rest of the
-    context. An operator's max_new_tokens is a maximum, not a default (OperatorConfig).
-    do_sample is ignored because files leave it at false beside a recommended temperature.
+    max_tokens comes only from an operator or from pdserve's own recommendations
+    (engine/checkpoints/card.py). The max_new_tokens and max_length of model files are ignored: the
+    default is the rest of the context. An operator's max_new_tokens is a maximum, not a default
+    (OperatorConfig). do_sample is ignored because files leave it at false beside a recommended
+    temperature.
     """
 
     temperature: float | None = None
@@ -64,7 +65,7 @@ class OperatorConfig:
 def operator_config(config: Mapping[str, Any], *, strict: bool = False) -> OperatorConfig:
     """Convert an operator's config. Other names are ignored, as in a model's file, or refused if
     `strict`. Raises ValueError with the reason if a value is invalid or a name is refused."""
-    names = [item.name for item in fields(GenerationDefaults) if item.name != "max_tokens"]
+    names = [item.name for item in fields(GenerationDefaults)]
     unknown = sorted(config.keys() - {*names, _CAP})
     if strict and unknown:
         known = ", ".join((*names, _CAP))

@@ -9,6 +9,7 @@ from pdserve.cli.options import OptionError
 
 # (name as typed, its value) -> flags of pdserve with their values; raises OptionError
 Meaning = Callable[[str, str], list[str]]
+OFF = ("off", "false", "0", "disabled")  # values of a switch
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,10 @@ class Renamed:
     commands: tuple[str, ...] = ()  # those to which the entry is limited
 
     def translate(self, name: str, value: str) -> list[str]:
-        """Return the flags of pdserve that mean the same. Raises OptionError, with a sentence that
-        names the alternative, if this value has no equivalent."""
+        """Return the flags of pdserve that mean the same; none for a switch that is off. Raises
+        OptionError, with a sentence that names the alternative, if this value has no equivalent."""
+        if self.takes == "nothing" and value.lower() in OFF:
+            return []
         if self.meaning:
             return self.meaning(name, value)
         return [self.flag] if self.takes == "nothing" else [self.flag, value]
@@ -58,11 +61,12 @@ class Lacking:
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Options that set a default for requests: `key` of generation_config.json, whose value is of
-    type `kind`."""
+    type `kind`. The value `none` means no default."""
 
     names: tuple[str, ...]
     key: str
     kind: type
+    none: float | None = None
 
     def parse(self, name: str, value: str) -> float:
         """Return the value as a number. Raises OptionError if it is not one."""

@@ -305,7 +305,7 @@ TABLE: tuple[Entry, ...] = (
     Sampling(("--top-p",), "top_p", float),
     Sampling(("--min-p",), "min_p", float),
     Sampling(("--penalty", "--repeat-penalty"), "repetition_penalty", float),
-    Sampling(("--max-tokens", "-n", "--predict", "--n-predict"), "max_new_tokens", int),
+    Sampling(("--max-tokens", "-n", "--predict", "--n-predict"), "max_tokens", int, -1),
     Renamed(("--preferred-sampling-params",), "--override-generation-config"),
     Renamed(
         ("--sampling-defaults",),
@@ -353,7 +353,10 @@ TABLE: tuple[Entry, ...] = (
     ),
     Implied(("-fa", "--flash-attn", "OLLAMA_FLASH_ATTENTION"), "attention is tiled", "optional"),
     Implied(
-        ("--enable-auto-tool-choice", "--jinja", "--trust-remote-code", "--no-mmproj"),
+        (
+            *("--enable-auto-tool-choice", "--jinja", "--no-mmproj"),
+            *("--trust-remote-code", "--no-trust-remote-code"),
+        ),
         "tool calls are read and templates rendered; models run no code of their own",
     ),
     Implied(

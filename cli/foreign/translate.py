@@ -4,9 +4,10 @@ parsed, so that all other code knows one name per option. Pure.
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
-from pdserve.cli.foreign.entries import Entry, Implied, Lacking, Renamed, Sampling
+from pdserve.cli.foreign.entries import OFF, Entry, Implied, Lacking, Renamed, Sampling
 from pdserve.cli.foreign.lookup import find_entry
 from pdserve.cli.foreign.table import ARCHITECTURES
 from pdserve.cli.options import OptionError
@@ -20,8 +21,14 @@ SWITCHES = ("on", "off", "auto", "0", "1", "true", "false", "enabled", "disabled
 
 def names_model(arguments: Sequence[str]) -> bool:
     """Return whether a command line loads a model by a flag of another server."""
-    entries = (find_entry(word.partition("=")[0]) for word in arguments if word[:1] == "-")
+    words = before_separator(arguments)
+    entries = (find_entry(word.partition("=")[0]) for word in words if word[:1] == "-")
     return any(isinstance(entry, Renamed) and entry.flag == "--model" for entry in entries)
+
+
+def before_separator(arguments: Sequence[str]) -> list[str]:
+    """Return the words of a command line before `--`, after which no word is an option."""
+    return list(takewhile(lambda word: word != "--", arguments))
 
 
 def translate(command: str, options: Sequence[Option], arguments: Sequence[str]) -> list[str]:
@@ -46,6 +53,7 @@ class _Line:
         self._bare = {*bare, *("--no-" + flag[2:] for flag in bare), "-h", "--help"}
         self._repeated = {o.flag for o in options if o.repeated}
         self._words: list[str] = []
+        self._tail: list[str] = []  # `--` and the words after it
         self._free: list[int] = []  # indexes in _words of positional arguments
         self._models: dict[str, str] = {}  # foreign name -> value
         self._revision = ""
@@ -57,7 +65,7 @@ class _Line:
         while remaining:
             word = remaining.pop(0)
             if word == "--":
-                self._words += [word, *remaining]
+                self._tail = [word, *remaining]
                 return
             name, equals, value = word.partition("=")
             entry = find_entry(name, self._command) if word[:1] == "-" else None
@@ -65,10 +73,14 @@ class _Line:
             if entry and (not is_own or isinstance(entry, Renamed)):
                 self._take(name, entry, list(_values(name, entry, equals, value, remaining)))
                 continue
+            takes_value = name in self._with_value or name == "--config"
+            if takes_value and equals and not _is_flag(value):  # --model=x is --model x
+                self._words += [name, value]
+                continue
             if word[:1] != "-":
                 self._free.append(len(self._words))
             self._words.append(word)
-            if not equals and (name in self._with_value or name == "--config") and remaining:
+            if takes_value and not equals and remaining:
                 self._words.append(remaining.pop(0))
 
     def _take(self, name: str, entry: Entry, values: list[str]) -> None:
@@ -76,9 +88,11 @@ class _Line:
         if isinstance(entry, Lacking):
             raise OptionError(f"{name}: {entry.sentence}")
         if isinstance(entry, Sampling):
-            self._sampling[entry.key] = entry.parse(name, value)
+            number = entry.parse(name, value)
+            if number != entry.none:
+                self._sampling[entry.key] = number
         elif isinstance(entry, Implied):
-            if value.lower() in ("off", "false", "0", "disabled"):
+            if value.lower() in OFF:
                 raise OptionError(f"{name} {value}: this cannot be turned off: {entry.because}")
         elif name == "--revision":
             self._revision = value
@@ -105,7 +119,7 @@ class _Line:
         self._add_model()
         if self._sampling:
             self._add_sampling()
-        return self._words
+        return self._words + self._tail
 
     def _add_model(self) -> None:
         files = {name: value for name, value in self._models.items() if name in FILES}
@@ -121,7 +135,9 @@ class _Line:
             model = f"{model.partition(':')[0]}@{self._revision}" if self._revision else model
             self._revision = ""
             model = f"{model}:{files[file_name]}"
-        if model:
+        if files and not others and "--model" in self._words[:-1]:
+            self._add_file(files)
+        elif model:
             self._drop_architecture()
             self._add(next(iter(self._models)), ["--model", _at(model, self._revision)])
         elif self._revision:
@@ -129,9 +145,19 @@ class _Line:
         elif "--model" in self._words:
             self._drop_architecture()
 
+    def _add_file(self, files: dict[str, str]) -> None:
+        """Add the name of a file to the repository that --model names."""
+        name, file = next(iter(files.items()))
+        index = self._words.index("--model") + 1
+        if ":" in self._words[index]:
+            raise OptionError(f"--model and {name} both name a file: use only one of them")
+        self._words[index] = f"{_at(self._words[index], self._revision)}:{file}"
+
     def _drop_architecture(self) -> None:
         """Remove the word with which candle-vllm names the architecture; pdserve reads it from the
         model's files."""
+        if self._command != "up":  # the word may begin a prompt
+            return
         for index in self._free[:1]:
             if self._words[index] in ARCHITECTURES:
                 del self._words[index]

@@ -258,18 +258,6 @@ def debug(name: str, value: str) -> list[str]:
     return ["--log-level", "info" if value.lower() in ("0", "false", "") else "debug"]
 
 
-def on_off(flag: str, sentence: str) -> Meaning:
-    """Return the meaning of an option that says auto, on or off, of which pdserve does the first
-    two."""
-
-    def meaning(name: str, value: str) -> list[str]:
-        if value.lower() in ("off", "0", "false", "disabled", "none"):
-            raise refuse(name, value, sentence)
-        return [flag] if flag else []
-
-    return meaning
-
-
 def chunk(name: str, value: str) -> list[str]:
     if value.startswith("-"):
         raise refuse(name, value, "prefill is always in chunks; --chunk-size N sets their size")

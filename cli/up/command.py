@@ -26,6 +26,7 @@ from pdserve.cli.up.banner import Banner, local_url
 from pdserve.cli.up.child import Task
 from pdserve.cli.up.cores import Share, allot, machine_cores
 from pdserve.cli.up.folders import CONFIG_FILE, STATE_FILE, data_dir, kept_database, run_dir
+from pdserve.cli.up.stop_limit import stop_limit_s
 from pdserve.cli.up.supervisor import Child, StartError, Supervisor, death_of
 from pdserve.engine.api import EngineConfig
 from pdserve.engine.api.default_model import NO_DEFAULT_MODEL, default_model
@@ -33,18 +34,11 @@ from pdserve.gateway.admin_key import AdminKey
 from pdserve.gateway.settings import GatewaySettings, worker_name
 from pdserve.services.common.auth.certificates import Role, certificate_settings, make_authority
 from pdserve.services.common.logs import configure_logging, logs_json, quiet_grpc_core
-from pdserve.services.common.options import GRACE_S, STOP_S
 from pdserve.services.common.process import raise_open_files
 from pdserve.services.common.tenants import make_keys
 from pdserve.services.common.tracing import endpoint
 from pdserve.services.router.settings import RouterSettings
-from pdserve.services.worker.settings import (
-    DEREGISTER_S,
-    ENGINE_CLOSE_S,
-    DecodeSettings,
-    PrefillSettings,
-    WorkerSettings,
-)
+from pdserve.services.worker.settings import DecodeSettings, PrefillSettings, WorkerSettings
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +51,6 @@ ENTRIES = {
 }
 # These share most imports. The gateway shares few; it imports its modules in parallel.
 PRELOAD = tuple(ENTRIES[role].partition(":")[0] for role in ("router", "prefill", "decode"))
-# Time that the stages of a stop may take after the drain: gateway, decode, prefill, router.
-STOP_SLACK_S = 4 * (GRACE_S + STOP_S) + 2 * (DEREGISTER_S + ENGINE_CLOSE_S)
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 GATEWAY, ROUTER = "gateway", "router"
 FIRST_PORT = 10_000  # lowest port that `free_port` chooses
@@ -123,7 +115,6 @@ class System:
         self._check()
         self._needs_key = self._check_keys()
         self._trust = self._make_trust()
-        self._drain_s = self._gateway.drain_s
         self._router_address, self._client_bind = self._router_addresses()
         self._progress = progress or Lines(say)
         self._on_ready = on_ready
@@ -270,7 +261,7 @@ class System:
             # Each stage serves the earlier ones: prefill computes prompts for requests in decode,
             # and workers deregister from the router.
             stages = [gateways, children["decode"], children["prefill"], routers]
-            clean = supervisor.stop(stages, self._drain_s + STOP_SLACK_S)
+            clean = supervisor.stop(stages, stop_limit_s(self._gateway.drain_s))
             say("stopped" if clean else "stopped, but some processes had to be killed")
         return 0 if clean else 1
 

@@ -1,7 +1,7 @@
 """Selects a GGUF file of a repository by the tag of its quantization, which file names end with."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pdserve.engine.checkpoints.source import CheckpointError
 
@@ -10,10 +10,23 @@ QUANT_SUFFIX = re.compile(
     r"[-._]((UD[-._])?(I?Q\d\w*|TQ\d\w*|B?F16|FP16|F32|BF16|MXFP4\w*|NVFP4\w*))$", re.IGNORECASE
 )
 PART_SUFFIX = re.compile(r"-(\d{5})-of-\d{5}$")
+_PART_NUMBER = re.compile(r"-\d{5}(?=-of-\d{5}\.gguf$)")
 # Without a tag: the usual 4-bit type, then its neighbours, then more bits.
 PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q5_K_S", "Q6_K", "Q8_0")
 NO_TAG = ("", "LATEST")
 NOT_WEIGHTS = re.compile(r"(^|/)(mmproj|imatrix)|imatrix", re.IGNORECASE)
+
+
+def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the models among the files of a repository: the name of each model's GGUF file, or of
+    its first part, and the names of all its parts in order. A model without its first part is left
+    out, and so are GGUF files that are not models, such as image encoders."""
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if name.endswith(".gguf") and not NOT_WEIGHTS.search(name):
+            first = _PART_NUMBER.sub("-00001", name)
+            models.setdefault(first, []).append(name)
+    return {first: parts for first, parts in models.items() if first in parts}
 
 
 def choose_file(names: Sequence[str], tag: str, repo: str) -> str:
@@ -22,11 +35,8 @@ def choose_file(names: Sequence[str], tag: str, repo: str) -> str:
     in parts, it is the first part. Raises CheckpointError, which lists the tags of the repository,
     if there is no such file."""
     files: dict[str, str] = {}
-    for name in sorted(names):
+    for name in gguf_models(names):
         stem = name.removesuffix(".gguf")
-        part = PART_SUFFIX.search(stem)
-        if NOT_WEIGHTS.search(name) or (part and int(part[1]) != 1):
-            continue
         quant = QUANT_SUFFIX.search(PART_SUFFIX.sub("", stem))
         files.setdefault(quant[1].upper() if quant else stem.upper(), name)
     if not files:

@@ -127,7 +127,29 @@ def test_a_sweep_ends_at_the_rate_that_saturates(
     code, result = bench(server, tmp_path, "--sweep", "50,100", "--requests", "3", "--warmup", "0")
     assert code == 1
     assert [run["completed"] for run in result["runs"]] == [0]
-    assert "saturated at 50 requests/s" in capsys.readouterr().out
+    assert "requests failed at 50 requests/s" in capsys.readouterr().out
+
+
+def test_a_server_that_dies_in_a_sweep_is_a_failure(
+    server: ApiServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = server.RequestHandlerClass.stream
+    num_answers = 0
+
+    def answer_twice(handler: Any) -> None:
+        nonlocal num_answers
+        num_answers += 1
+        stream(handler) if num_answers <= 2 else handler.send(503, {})
+
+    monkeypatch.setattr(server.RequestHandlerClass, "stream", answer_twice)
+    words = ("--sweep", "5,50", "--requests", "2", "--warmup", "0")
+    code, result = bench(server, tmp_path, *words)
+    assert [run["completed"] for run in result["runs"]] == [2, 0]
+    assert code == 1
+    assert "requests failed at 50 requests/s" in capsys.readouterr().out
 
 
 def test_a_report_of_one_load_is_a_single_page(server: ApiServer, tmp_path: Path) -> None:
@@ -147,6 +169,7 @@ def test_two_results_are_compared(
     files[0].write_text(json.dumps(figures))
     figures["ttft_ms"]["p50"] *= 2
     figures["concurrency"] = 3
+    figures["temperature"] = 0.5
     files[1].write_text(json.dumps(figures))
     words = [word for file in files for word in ("--compare", str(file))]
     capsys.readouterr()
@@ -155,8 +178,14 @@ def test_two_results_are_compared(
     (row,) = [line for line in out.splitlines() if line.startswith("time to first token, p50")]
     assert row.split()[-1] == "2.000"
     assert "differs: concurrency is 2 in A, 3 in B" in out
+    assert "differs: temperature is 0.0 in A, 0.5 in B" in out
+    assert "ignore_eos" in figures
+    assert "warmup" in figures
     assert main(["bench", *words[:2]]) == 2
     assert "--compare needs two files" in capsys.readouterr().err
+    for option in ("--json", "--html", "--sweep"):
+        assert main(["bench", *words, option, "1"]) == 2
+        assert f"--compare and {option} exclude each other" in capsys.readouterr().err
     for wrong in ("[]", "{}", "x", '{"runs": [{}]}'):
         files[1].write_text(wrong)
         assert main(["bench", *words]) == 2

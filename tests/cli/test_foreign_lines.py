@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.cli.commands import COMMANDS
+from pdserve.cli.foreign import translate
 from pdserve.cli.main import find, main, parse_command
 from pdserve.cli.options import OptionError
 
@@ -27,7 +28,7 @@ SEEDS: dict[str, Mapping[str, Any] | str] = {
         ),
         "context_len": 128_000,
         **LISTEN,
-        OVERRIDE: {"max_new_tokens": 32768},
+        OVERRIDE: {"max_tokens": 32768},
     },
     "V2": GPUS,
     "V3": GPUS,
@@ -188,6 +189,24 @@ LINES: list[tuple[str, Mapping[str, Any] | str]] = [
     ("up -p 9000 -m /m --max-batch-size 8", {"port": 9000, "max_running": 8}),
     ("up -p hello", "use `pdserve run MODEL PROMPT`"),
     ("up a --model b", "both set model"),
+    ("run -m o/x --temp 0 -- hello", {"model": ("o/x",), "prompt": ["hello"]}),
+    (
+        "run --model=o/x --revision abc Hello",
+        {"model": ("o/x@abc",), "prompt": ["Hello"]},
+    ),
+    (
+        'up m --override-generation-config={"top_k":3} --temp 0.2',
+        {OVERRIDE: {"top_k": 3, "temperature": 0.2}},
+    ),
+    ("up m --device auto --cpu=false --embedding=false", {"device": "auto", "task": "auto"}),
+    ("up m --embedding=true", {"task": "embed"}),
+    ("up m -n 99", {OVERRIDE: {"max_tokens": 99}}),
+    ("up m -n -1", {OVERRIDE: ""}),
+    ("up m --no-trust-remote-code", {"model": ("m",)}),
+    ("run -m o/x llama drink water", {"prompt": ["llama", "drink", "water"]}),
+    ("up --model o/X-GGUF -hff x.gguf", {"model": ("o/X-GGUF:x.gguf",)}),
+    ("up --model o/X-GGUF --revision r -hff x.gguf", {"model": ("o/X-GGUF@r:x.gguf",)}),
+    ("up --model o/X-GGUF:Q4_0 -hff x.gguf", "--model and -hff both name a file"),
 ]
 
 
@@ -230,6 +249,15 @@ def test_lines_of_documentation(subtests: pytest.Subtests) -> None:
         with subtests.test(line):
             words = line.split() if "{" in line else shlex.split(line)
             check(words, expected)
+
+
+def test_words_after_the_separator_are_no_options() -> None:
+    assert find("chat", ["--", "-m", "o/x"]).name == "chat"
+    assert find("up", ["--", "--prompts"]).name == "up"
+    options = [option for section in COMMANDS["run"].sections() for option in section.options]
+    words = translate("run", options, ["-m", "o/x", "--temp", "0", "--", "-m", "hello"])
+    assert words[:2] == ["--model", "o/x"]
+    assert words[-3:] == ["--", "-m", "hello"]
 
 
 MISTYPED = [

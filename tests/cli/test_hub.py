@@ -11,7 +11,8 @@ from pdserve.cli.main import main
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cache = tmp_path / "cache"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    for module in ("constants", "utils._cache_manager"):
+        monkeypatch.setattr(f"huggingface_hub.{module}.HF_HUB_CACHE", str(cache))
     return cache
 
 
@@ -33,7 +34,7 @@ def test_a_model_is_pulled_listed_and_removed(
     assert main(["list"]) == 0  # Ollama's name
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["model", "size", "changed"]
-    assert lines[1][:4] == ["SmolLM2-135M-Instruct", "(ships", "with", "pdserve)"]
+    assert lines[1][:2] == ["SmolLM2-135M-Instruct", "(default)"]
     assert lines[2][:3] == ["org/t-GGUF:t-Q4_K_M.gguf", "2", "KB"]
     assert len(lines) == 3
 
@@ -48,6 +49,43 @@ def test_a_model_is_pulled_listed_and_removed(
     assert main(["rm", "hf.co/org/t-GGUF"]) == 0
     assert capsys.readouterr().out == "removed org/t-GGUF: 2 KB\n"
     assert not path.exists()
+
+
+def in_cache(cache: Path, repo: str, *names: str) -> Path:
+    """Add a repository with these files to the cache; return its folder. All have one revision."""
+    folder = cache / f"models--{repo.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text("a" * 40)
+    for name in names:
+        file = folder / "snapshots" / ("a" * 40) / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"x" * 10)
+    return folder
+
+
+def test_a_repository_with_the_same_revision_stays(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    removed, kept = (in_cache(cache, repo, "t.gguf") for repo in ("org/z", "org/a"))
+    assert main(["rm", "org/z"]) == 0
+    assert kept.exists()
+    assert not removed.exists()
+
+
+def test_only_names_that_can_be_loaded_are_listed(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = [f"Q8_0/t-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
+    in_cache(cache, "org/t", "t-Q4_0.gguf", *parts, "mmproj-F16.gguf", "u-00002-of-00002.gguf")
+    in_cache(cache, "org/no-model", "config.json")
+    in_cache(cache, "org/st", "model.safetensors")
+    assert main(["ls"]) == 0
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == [
+        ["org/st", "10", "B"],
+        [f"org/t:{parts[0]}", "20", "B"],
+        ["org/t:t-Q4_0.gguf", "10", "B"],
+    ]
 
 
 def test_without_a_cache(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from builders.tiny_models import shipped_model
 from systems.eventually import LIMIT_S
 
 from pdserve.cli.main import main
+from pdserve.cli.up.stop_limit import stop_limit_s
 
 SMALL = ("--prefill", "0", "--threads", "1", "--kv-tokens", "2048", "--chunk-size", "128")
 
@@ -21,12 +22,13 @@ SMALL = ("--prefill", "0", "--threads", "1", "--kv-tokens", "2048", "--chunk-siz
 def run(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     started: list[subprocess.Popen[str]] = []
 
-    def start(*words: str) -> "subprocess.Popen[str]":
+    def start(*words: str, capture_errors: bool = False) -> "subprocess.Popen[str]":
         made = subprocess.Popen(
             [sys.executable, "-m", "pdserve.cli.main", *words, *SMALL],
             env={**os.environ, "TMPDIR": str(tmp_path)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if capture_errors else None,
             text=True,
         )
         started.append(made)
@@ -41,7 +43,18 @@ def run(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
 def test_questions_are_answered_and_nothing_is_left(
     run: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
 ) -> None:
-    words = ("--prompts", "Say one. | Say two.", "--temperature", "0", "--max-tokens", "4")
+    keys = tmp_path / "keys"
+    keys.write_text(f"other:sha256:{'0' * 64}\n")
+    words = (
+        "--api-key-file",
+        str(keys),
+        "--prompts",
+        "Say one. | Say two.",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "4",
+    )
     command = run("run", *words)
     out, _ = command.communicate(timeout=LIMIT_S)
     assert command.returncode == 0
@@ -76,6 +89,18 @@ def test_a_model_that_cannot_be_loaded(
     out, _ = command.communicate(timeout=LIMIT_S)
     assert (command.returncode, out) == (1, "")
     assert list(tmp_path.glob("pdserve*")) == []
+
+
+def test_contradictory_options(run: Callable[..., "subprocess.Popen[str]"]) -> None:
+    command = run("run", "hello", "--remote-prefill", "always", capture_errors=True)
+    out, err = command.communicate(timeout=LIMIT_S)
+    assert (command.returncode, out) == (2, "")
+    assert err.splitlines()[-1].endswith("it needs a prefill worker")
+    assert "Traceback" not in err
+
+
+def test_the_stop_limit_covers_the_drain_of_every_stage() -> None:
+    assert stop_limit_s(100.0) - stop_limit_s(0.0) == 4 * 100.0
 
 
 def test_help_names_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The operator's chat template, sampling defaults, maximum of max_tokens and thinking default."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,9 @@ def test_the_sources_of_defaults(tmp_path: Path) -> None:
     assert both.max_new_tokens == 8
     alone = overrides(override_generation_config=OVERRIDE)
     assert alone.defaults(recommended) == GenerationDefaults(temperature=0.25, top_k=20)
+    short = overrides(override_generation_config='{"max_tokens": 32}')
+    assert short.defaults(recommended) == replace(recommended, max_tokens=32)
+    assert short.max_new_tokens is None
 
 
 def test_settings_that_cannot_work(tmp_path: Path, subtests: pytest.Subtests) -> None:
