@@ -1,6 +1,7 @@
 """GGUF files written by the gguf package hold the same model as the directory they are made
 from."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +112,29 @@ def test_q_k_and_v_of_chatglm_may_be_fused(tmp_path: Path) -> None:
     gguf = write_gguf(tmp_path / "fused", tmp_path / "m.gguf")
     assert "model.layers.0.self_attn.qkv_proj.weight" in open_checkpoint(gguf).names()
     assert_same_tensors(gguf, folder)
+    assert config_of(gguf) == replace(config_of(folder), norm_eps=config_of(gguf).norm_eps)
+    load_model(EngineConfig(model=str(gguf)), lambda *_: None)
+
+
+def test_a_sequential_stablelm_is_recognized_by_its_norms(tmp_path: Path) -> None:
+    """The converter writes use_parallel_residual = true for a config that lacks the field, like
+    that of the 3B model."""
+    folder = write_tiny(tmp_path / "hf", "stablelm")
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("use_parallel_residual") is False
+    (folder / "config.json").write_text(json.dumps(config))
+    key = {"stablelm.use_parallel_residual": True}
+    got = config_of(write_gguf(folder, tmp_path / "m.gguf", **key))
+    assert not got.parallel
+    assert got.norms == config_of(folder).norms
+
+
+def test_a_ministral_3_file_may_scale_nothing(tmp_path: Path) -> None:
+    yarn = {**ROPE["yarn"], "llama_4_scaling_beta": 0.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    folder = write_tiny(tmp_path / "hf", "ministral3", rope_parameters=yarn)
+    got = config_of(write_gguf(folder, tmp_path / "m.gguf"))
+    assert got.architecture == "Ministral3ForCausalLM"
+    assert got.layers == config_of(folder).layers
 
 
 def test_stored_blocks_with_permuted_rows(
