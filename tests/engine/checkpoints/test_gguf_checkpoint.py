@@ -166,6 +166,42 @@ def test_rope_scaling(subtests: pytest.Subtests, tmp_path_factory: pytest.TempPa
             assert got.layers[0].rope.kind == kind
 
 
+def test_rope_scaling_of_olmo_3_and_hunyuan(tmp_path: Path) -> None:
+    """OLMo 3's files have config.json's attention factor, those of Hunyuan a theta that includes
+    alpha."""
+    scaled = {**ROPE["yarn"], "attention_factor": 1.25}
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    nested = {"full_attention": scaled, "sliding_attention": plain}
+    folder = write_tiny(tmp_path / "olmo3", "olmo3", rope_parameters=nested)
+    got = config_of(write_gguf(folder, tmp_path / "olmo3.gguf"))
+    assert got.layers == config_of(folder).layers
+    rope = got.layers[3].rope
+    assert rope is not None
+    assert rope.attention_factor == 1.25
+    alpha = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
+    folder = write_tiny(tmp_path / "hunyuan", "hunyuan_v1_dense", rope_parameters=alpha)
+    (rope,) = {layer.rope for layer in config_of(folder).layers}
+    (stored,) = {x.rope for x in config_of(write_gguf(folder, tmp_path / "hunyuan.gguf")).layers}
+    assert rope is not None
+    assert stored is not None
+    assert stored.theta == pytest.approx(rope.theta)
+    assert replace(stored, theta=rope.theta) == rope
+
+
+def test_internlm_3_may_have_biases_on_q_k_and_v_alone(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "internlm3")
+    config = json.loads((folder / "config.json").read_text())
+    other = {"attention_bias": None, "mlp_bias": None, "qkv_bias": True, "bias": False}
+    (folder / "config.json").write_text(json.dumps(config | other))
+    tensors = load_file(folder / "model.safetensors")
+    without = ("o_proj.bias", "gate_proj.bias", "up_proj.bias", "down_proj.bias")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(without)}
+    save_file(kept, folder / "model.safetensors")
+    gguf = write_gguf(folder, tmp_path / "m.gguf")
+    assert_same_tensors(gguf, folder)
+    load_model(EngineConfig(model=str(gguf)), lambda *_: None)
+
+
 def test_llama3_rope_is_stored_as_factors(tmp_path: Path) -> None:
     scaling = {
         "rope_type": "llama3",

@@ -240,6 +240,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {**YARN, "llama_4_scaling_beta": "x"}},
         "llama_4_scaling_beta='x': expected a finite number",
     ),
+    "yarn for all layers of OLMo 3": (
+        "olmo3",
+        {"rope_parameters": YARN},
+        "rope_parameters: OLMo 3 needs yarn under full_attention",
+    ),
     "a pattern of windows in letters alone": (
         "exaone4",
         {"layer_types": None, "sliding_window_pattern": "LLLG"},
