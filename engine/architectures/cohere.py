@@ -4,7 +4,7 @@ one norm, rope over neighbouring dims, scaled logits."""
 from typing import Any
 
 from pdserve.engine.architectures import phi
-from pdserve.engine.checkpoints import Nth, RopeRows, View
+from pdserve.engine.checkpoints import Checkpoint, Nth, RopeRows, View
 from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata, window_config
 from pdserve.engine.models import (
     LayerConfig,
@@ -24,6 +24,7 @@ from pdserve.engine.models.hf_config import (
     standard,
     windows,
 )
+from pdserve.engine.weights.convert import unpack
 
 
 def _standard(hf: HfConfig, **overrides: Any) -> ModelConfig:
@@ -47,7 +48,10 @@ def parse_cohere(hf: HfConfig) -> ModelConfig:
     feed-forward in parallel after one norm, rope over neighbouring dims, scaled logits; in R+ layer
     norms over the heads of q and k."""
     qk_norm = "head_layer" if hf.get("use_qk_norm") else ""
-    return _standard({"rope_theta": 500_000.0, **hf}, qk_norm=qk_norm)
+    hf = {"rope_theta": 500_000.0, **hf}
+    if hf.get("model_max_length") is not None:  # Command R and R+ state 8192 positions beside it
+        hf = {**hf, "max_position_embeddings": hf["model_max_length"]}
+    return _standard(hf, qk_norm=qk_norm)
 
 
 def parse_cohere2(hf: HfConfig) -> ModelConfig:
@@ -75,6 +79,12 @@ def stored(config: ModelConfig) -> dict[str, View]:
     return views
 
 
+def is_zero_bias(config: ModelConfig, checkpoint: Checkpoint, name: str) -> bool:
+    """Return whether a tensor is a bias of zeros in a checkpoint whose config states no biases."""
+    is_extra = name.endswith(".bias") and not config.qkv_bias
+    return is_extra and not unpack(checkpoint.tensor(name)).any()
+
+
 def logit_scale(metadata: Metadata) -> dict[str, Any]:
     key = f"{metadata['general.architecture']}.logit_scale"
     return {"logit_scale": metadata[key]} if key in metadata else {}
@@ -87,4 +97,6 @@ def cohere2_gguf_config(metadata: Metadata) -> dict[str, Any]:
 COHERE_GGUF = GgufMapping("command-r", config=logit_scale)
 COHERE = ModelSpec(("CohereForCausalLM",), parse_cohere, COHERE_GGUF, stored)
 COHERE2_GGUF = GgufMapping("cohere2", config=cohere2_gguf_config)
-COHERE2 = ModelSpec(("Cohere2ForCausalLM",), parse_cohere2, COHERE2_GGUF, interleaved_rope)
+COHERE2 = ModelSpec(
+    ("Cohere2ForCausalLM",), parse_cohere2, COHERE2_GGUF, interleaved_rope, is_zero_bias
+)

@@ -3,7 +3,7 @@ parallel with a feed-forward that has no gate and another norm (arXiv:2204.06745
 
 from typing import Any
 
-from pdserve.engine.checkpoints import RopeRows, View, first_of, fused
+from pdserve.engine.checkpoints import Checkpoint, RopeRows, View, first_of, fused
 from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata
 from pdserve.engine.models import (
     EMBEDDING,
@@ -71,14 +71,12 @@ def stored(config: ModelConfig) -> dict[str, View]:
     return views
 
 
-def is_unused(config: ModelConfig, name: str) -> bool:
+def is_unused(config: ModelConfig, checkpoint: Checkpoint, name: str) -> bool:
     return name.endswith(UNUSED)
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
-    # The bias of q is part of another tensor.
-    parallel = metadata.get("gptneox.use_parallel_residual", True)
-    return {"use_parallel_residual": parallel, "attention_bias": True}
+    return {"use_parallel_residual": metadata.get("gptneox.use_parallel_residual", True)}
 
 
 GGUF = GgufMapping(

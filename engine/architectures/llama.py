@@ -8,7 +8,10 @@ from pdserve.engine.models.hf_config import HfConfig, attention_biases, standard
 
 
 def parse(hf: HfConfig) -> ModelConfig:
-    return standard(hf, ffn_bias=bool(hf.get("mlp_bias", False)), **attention_biases(hf))
+    biases = attention_biases(hf)
+    if "attention_out_bias" in hf:  # in GGUF files, to which InternLM 3 is also converted
+        biases["o_bias"] = bool(hf["attention_out_bias"])
+    return standard(hf, ffn_bias=bool(hf.get("mlp_bias", False)), **biases)
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:

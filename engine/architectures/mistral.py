@@ -1,4 +1,5 @@
-"""Mistral 7B and later: Llama with a sliding window on every layer (arXiv:2310.06825).
+"""Mistral 7B and later: Llama, in version 0.1 with a sliding window on every layer
+(arXiv:2310.06825).
 
 Ministral has windows on some layers, Ministral 3 none, and scales queries by their position. Of
 Mistral Small 3.1 and 3.2 and of Ministral 3, which have a vision tower, only the text part is
@@ -38,8 +39,8 @@ from pdserve.engine.models.hf_config import (
 
 
 def parse_mistral(hf: HfConfig) -> ModelConfig:
-    """Parse the config of Mistral 7B and later: Llama with a sliding window on every layer
-    (arXiv:2310.06825)."""
+    """Parse the config of Mistral 7B and later: Llama, in version 0.1 with a sliding window on
+    every layer, which its GGUF file (`llama`) does not have (arXiv:2310.06825)."""
     # Version 0.1 relies on the default of 4096; later ones write null for no window.
     return standard(hf, layers=plain_layers(hf, [sliding_window(hf, 4096)] * num_layers(hf)))
 
@@ -48,15 +49,15 @@ MISTRAL = ModelSpec(("MistralForCausalLM",), parse_mistral)
 
 
 def parse_ministral(hf: HfConfig) -> ModelConfig:
-    """Parse the config of Ministral 8B (2024): Mistral with a sliding window on the layers that
-    `layer_types` names."""
+    """Parse the config of Ministral 8B (2024), converted for transformers: Mistral with a sliding
+    window on the layers that `layer_types` names."""
     all_layers = [True] * num_layers(hf)
     return standard(hf, layers=plain_layers(hf, windows(hf, sliding_window(hf, 4096), all_layers)))
 
 
 MINISTRAL = ModelSpec(("MinistralForCausalLM",), parse_ministral)
 
-MINISTRAL3_YARN = {  # transformers' default if config.json has no rope_parameters
+MINISTRAL3_YARN = {  # transformers' default if config.json has no rope settings
     "rope_type": "yarn",
     "rope_theta": 1e6,
     "factor": 16.0,
@@ -70,7 +71,9 @@ MINISTRAL3_YARN = {  # transformers' default if config.json has no rope_paramete
 def parse_ministral3(hf: HfConfig) -> ModelConfig:
     """Parse the config of Ministral 3: Llama with yarn, and queries that grow with their position
     beyond the original context, as in Llama 4."""
-    hf = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": MINISTRAL3_YARN, **hf}
+    hf = {"head_dim": 128, "rms_norm_eps": 1e-5, **hf}
+    if not hf.get("rope_parameters") and not hf.get("rope_scaling"):
+        hf = {**hf, "rope_parameters": MINISTRAL3_YARN}
     rope, size = read_rope(hf, head_dim(hf)), head_dim(hf)
     key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     beta = table(hf, key).get("llama_4_scaling_beta")
@@ -87,16 +90,16 @@ def parse_ministral3(hf: HfConfig) -> ModelConfig:
 
 
 def ministral3_gguf_config(metadata: Metadata) -> dict[str, Any]:
-    """Return config.json's fields of a Ministral 3, or of a Llama if queries are not scaled: of a
-    Mistral Small 3, whose GGUF files have the same name."""
+    """Return config.json's fields of a Ministral 3, or of a Llama if the file has none of its keys:
+    of a Mistral Small 3, whose GGUF files have the same name."""
     beta = metadata.get("mistral3.attention.temperature_scale")
-    if not beta:
+    weight = metadata.get("mistral3.rope.scaling.yarn_log_multiplier")
+    if beta is None and weight is None:
         return {"architectures": ["LlamaForCausalLM"]}
-    scaling = rope_scaling(metadata, {}) or {}
-    scaling |= {"llama_4_scaling_beta": beta, "mscale": 1.0}
-    if "mistral3.rope.scaling.yarn_log_multiplier" in metadata:
-        scaling["mscale_all_dim"] = metadata["mistral3.rope.scaling.yarn_log_multiplier"]
-    return {"rope_parameters": None, "rope_scaling": scaling}
+    scaling = {**(rope_scaling(metadata, {}) or {}), "llama_4_scaling_beta": beta}
+    if weight is not None:
+        scaling |= {"mscale": 1.0, "mscale_all_dim": weight}
+    return {"rope_scaling": scaling}
 
 
 MINISTRAL3_GGUF = GgufMapping("mistral3", config=ministral3_gguf_config, permuted=True)

@@ -1,5 +1,6 @@
-"""Qwen 2, 2.5 and 3 with a vision tower, of which only the text part is served: Qwen 2 and 3 with
-rope of three positions (time, height, width), which are equal for text (arXiv:2409.12191)."""
+"""Qwen 2 VL, 2.5 VL and 3 VL, of which only the text part is served: Qwen 2 or Qwen 3 with
+multimodal rope (arXiv:2409.12191). Its three positions (time, height, width) are equal for text, so
+it is ordinary rope here."""
 
 from typing import Any
 

@@ -43,7 +43,10 @@ def stored(config: ModelConfig) -> dict[str, View]:
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
-    return {"use_parallel_residual": metadata.get("stablelm.use_parallel_residual", True)}
+    """Read the key that llama.cpp ignores, since its converter writes true if config.json has no
+    such field. A layer of the sequential form has another norm, which `common_config` looks for."""
+    metadata.get("stablelm.use_parallel_residual")
+    return {}
 
 
 GGUF = GgufMapping("stablelm", config=gguf_config)

@@ -27,12 +27,12 @@ def own_names(config: ModelConfig) -> Mapping[str, View]:
     return {}
 
 
-def none_unused(config: ModelConfig, name: str) -> bool:
+def none_unused(config: ModelConfig, checkpoint: Checkpoint, name: str) -> bool:
     """Return False: the default for checkpoints in which the model uses every tensor."""
     return False
 
 
-def is_mtp(config: ModelConfig, name: str) -> bool:
+def is_mtp(config: ModelConfig, checkpoint: Checkpoint, name: str) -> bool:
     """Return whether a tensor belongs to the extra layers of multi-token prediction (MTP), which
     are not used."""
     prefix, _, rest = name.partition("model.layers.")
@@ -57,11 +57,12 @@ class ModelSpec:
     parse: Callable[[Mapping[str, Any]], ModelConfig]  # raises UnsupportedModel
     gguf: GgufMapping | None = None
     stored: Callable[[ModelConfig], Mapping[str, View]] = own_names
-    unused: Callable[[ModelConfig, str], bool] = none_unused
+    unused: Callable[[ModelConfig, Checkpoint, str], bool] = none_unused
 
     def view(self, checkpoint: Checkpoint, config: ModelConfig) -> ViewedCheckpoint:
         """Return the checkpoint with its tensors under the names that the model loads."""
-        return ViewedCheckpoint(checkpoint, self.stored(config), partial(self.unused, config))
+        unused = partial(self.unused, config, checkpoint)
+        return ViewedCheckpoint(checkpoint, self.stored(config), unused)
 
 
 # Prefixes of a text model's tensors in transformers, before and since its version 4.52.
@@ -120,5 +121,5 @@ def text_views(config: ModelConfig) -> dict[str, View]:
     return views
 
 
-def is_unused(config: ModelConfig, name: str) -> bool:
+def is_unused(config: ModelConfig, checkpoint: Checkpoint, name: str) -> bool:
     return name.startswith(UNUSED_PREFIXES)

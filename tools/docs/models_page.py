@@ -24,6 +24,7 @@ ROWS, COLS = 64, 1024
 # Architectures whose GGUF files have the name of another one.
 SHARED_GGUF = {
     "InternLM3ForCausalLM": "llama",
+    "MinistralForCausalLM": "llama",
     "Mistral3ForConditionalGeneration": "mistral3",
     "MistralForCausalLM": "llama",
     "MixtralForCausalLM": "llama",

@@ -221,10 +221,11 @@ def common_config(
             f"GGUF attention values have {value_length} dims per head, but keys have another number"
         )
     config["tie_word_embeddings"] = "output.weight" not in tensors
-    config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    config["attention_bias"] = any(f"blk.0.{x}.bias" in tensors for x in ("attn_q", "attn_qkv"))
     config["attention_out_bias"] = "blk.0.attn_output.bias" in tensors
     config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
+    config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
     scaling = rope_scaling(metadata, rope_factors)
     if scaling is not None:
         config["rope_scaling"] = scaling

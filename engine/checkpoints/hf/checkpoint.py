@@ -93,7 +93,8 @@ def directory_text_files(path: Path, config: dict[str, Any]) -> TextFiles:
     generation = read_json_if_exists(path / "generation_config.json")
     size = tokenizer.get_vocab_size()
     ends = [_token_id(tokenizer, tokenizer_config.get("eos_token"))]
-    for source in (generation, config):
+    text = config.get("text_config")  # of a model with a vision tower
+    for source in (generation, config, text if isinstance(text, dict) else {}):
         ids = source.get("eos_token_id")
         ends += ids if isinstance(ids, list) else [ids]
     starts = (

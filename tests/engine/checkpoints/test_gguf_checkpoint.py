@@ -1,6 +1,7 @@
 """GGUF files written by the gguf package hold the same model as the directory they are made
 from."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +112,29 @@ def test_q_k_and_v_of_chatglm_may_be_fused(tmp_path: Path) -> None:
     gguf = write_gguf(tmp_path / "fused", tmp_path / "m.gguf")
     assert "model.layers.0.self_attn.qkv_proj.weight" in open_checkpoint(gguf).names()
     assert_same_tensors(gguf, folder)
+    assert config_of(gguf) == replace(config_of(folder), norm_eps=config_of(gguf).norm_eps)
+    load_model(EngineConfig(model=str(gguf)), lambda *_: None)
+
+
+def test_a_sequential_stablelm_is_recognized_by_its_norms(tmp_path: Path) -> None:
+    """The converter writes use_parallel_residual = true for a config that lacks the field, like
+    that of the 3B model."""
+    folder = write_tiny(tmp_path / "hf", "stablelm")
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("use_parallel_residual") is False
+    (folder / "config.json").write_text(json.dumps(config))
+    key = {"stablelm.use_parallel_residual": True}
+    got = config_of(write_gguf(folder, tmp_path / "m.gguf", **key))
+    assert not got.parallel
+    assert got.norms == config_of(folder).norms
+
+
+def test_a_ministral_3_file_may_scale_nothing(tmp_path: Path) -> None:
+    yarn = {**ROPE["yarn"], "llama_4_scaling_beta": 0.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    folder = write_tiny(tmp_path / "hf", "ministral3", rope_parameters=yarn)
+    got = config_of(write_gguf(folder, tmp_path / "m.gguf"))
+    assert got.architecture == "Ministral3ForCausalLM"
+    assert got.layers == config_of(folder).layers
 
 
 def test_stored_blocks_with_permuted_rows(
@@ -140,6 +164,42 @@ def test_rope_scaling(subtests: pytest.Subtests, tmp_path_factory: pytest.TempPa
             got = config_of(write_gguf(folder, tmp_path / "model.gguf"))
             assert got.layers == config_of(folder).layers
             assert got.layers[0].rope.kind == kind
+
+
+def test_rope_scaling_of_olmo_3_and_hunyuan(tmp_path: Path) -> None:
+    """OLMo 3's files have config.json's attention factor, those of Hunyuan a theta that includes
+    alpha."""
+    scaled = {**ROPE["yarn"], "attention_factor": 1.25}
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    nested = {"full_attention": scaled, "sliding_attention": plain}
+    folder = write_tiny(tmp_path / "olmo3", "olmo3", rope_parameters=nested)
+    got = config_of(write_gguf(folder, tmp_path / "olmo3.gguf"))
+    assert got.layers == config_of(folder).layers
+    rope = got.layers[3].rope
+    assert rope is not None
+    assert rope.attention_factor == 1.25
+    alpha = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
+    folder = write_tiny(tmp_path / "hunyuan", "hunyuan_v1_dense", rope_parameters=alpha)
+    (rope,) = {layer.rope for layer in config_of(folder).layers}
+    (stored,) = {x.rope for x in config_of(write_gguf(folder, tmp_path / "hunyuan.gguf")).layers}
+    assert rope is not None
+    assert stored is not None
+    assert stored.theta == pytest.approx(rope.theta)
+    assert replace(stored, theta=rope.theta) == rope
+
+
+def test_internlm_3_may_have_biases_on_q_k_and_v_alone(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "internlm3")
+    config = json.loads((folder / "config.json").read_text())
+    other = {"attention_bias": None, "mlp_bias": None, "qkv_bias": True, "bias": False}
+    (folder / "config.json").write_text(json.dumps(config | other))
+    tensors = load_file(folder / "model.safetensors")
+    without = ("o_proj.bias", "gate_proj.bias", "up_proj.bias", "down_proj.bias")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(without)}
+    save_file(kept, folder / "model.safetensors")
+    gguf = write_gguf(folder, tmp_path / "m.gguf")
+    assert_same_tensors(gguf, folder)
+    load_model(EngineConfig(model=str(gguf)), lambda *_: None)
 
 
 def test_llama3_rope_is_stored_as_factors(tmp_path: Path) -> None:

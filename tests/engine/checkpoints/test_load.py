@@ -93,6 +93,15 @@ def test_end_ids_outside_the_vocabulary_are_left_out(tmp_path: Path) -> None:
     assert load(folder).card.eos_ids == (258,)
 
 
+def test_end_ids_of_the_text_model_count(tmp_path: Path) -> None:
+    """A model with a vision tower states them in text_config."""
+    folder = write_tiny(tmp_path, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] = {"eos_token_id": [258, 7]}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert open_checkpoint(folder).text_files().eos_ids == (258, 7)
+
+
 def test_gguf_metadata_of_wrong_type_or_value_are_refused(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama")
     prefix = "llama.rope.scaling."

@@ -136,3 +136,19 @@ def test_checkpoints_of_gpt_neox(tmp_path: Path) -> None:
         tensors[f"gpt_neox.layers.1.{name}"] = torch.ones(3)
     save_file(tensors, other / "model.safetensors")
     assert_same_tensors(other, plain)
+
+
+def test_biases_of_zeros_of_cohere2_are_left_out(tmp_path: Path) -> None:
+    """Its config states none; others than zeros are refused."""
+    folder = write_tiny(tmp_path, "cohere2")
+    tensors = load_file(folder / "model.safetensors")
+    names = [name.replace("weight", "bias") for name in tensors if ".layers." in name]
+    zeros = {name: torch.zeros(len(tensors[name.replace("bias", "weight")])) for name in names}
+    save_file(tensors | zeros, folder / "model.safetensors")
+    load(folder)
+    zeros["model.layers.1.self_attn.k_proj.bias"][3] = 0.5
+    save_file(tensors | zeros, folder / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"unexpected 1 tensors: model\.layers\.1\.self_attn\.k_proj\.bias"
+    ):
+        load(folder)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from builders.paged_runner import read_config
 from builders.tiny_models import write_tiny
-from transformers import GptOssConfig
+from transformers import GptOssConfig, Ministral3Config
 
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.models import UnsupportedModel
@@ -61,6 +61,26 @@ def test_rope_defaults_of_gpt_oss_are_those_of_transformers(
             rope = parse_config(without(config, "rope_parameters", **given)).layers[0].rope
             assert rope is not None
             assert (rope.theta, rope.factor) == (theta, factor)
+
+
+def test_rope_defaults_of_ministral_3_are_those_of_transformers(
+    configs: Mapping[str, dict[str, Any]],
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    for given, theta, factor in (
+        ({}, 1e6, 16),
+        ({"rope_parameters": None}, 1e6, 16),
+        ({"rope_theta": 5e4, "rope_scaling": yarn}, 5e4, 4),
+        ({"rope_parameters": None, "rope_theta": 5e4, "rope_scaling": yarn}, 5e4, 4),
+        ({"rope_parameters": YARN}, 5e5, 4),
+    ):
+        theirs = Ministral3Config(**copy.deepcopy(given)).rope_parameters
+        assert (theirs["rope_theta"], theirs["factor"]) == (theta, factor)
+        rope = parse_config(without(configs["ministral3"], "rope_parameters", **given))
+        (rope,) = {layer.rope for layer in rope.layers}
+        assert rope is not None
+        assert (rope.theta, rope.kind, rope.factor) == (theta, "yarn", factor)
+        assert getattr(rope, "query_beta", None) == theirs.get("llama_4_scaling_beta")
 
 
 def test_older_gemma_keys_have_the_same_meaning(configs: Mapping[str, dict[str, Any]]) -> None:
@@ -219,6 +239,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "ministral3",
         {"rope_parameters": {**YARN, "llama_4_scaling_beta": "x"}},
         "llama_4_scaling_beta='x': expected a finite number",
+    ),
+    "yarn for all layers of OLMo 3": (
+        "olmo3",
+        {"rope_parameters": YARN},
+        "rope_parameters: OLMo 3 needs yarn under full_attention",
     ),
     "a pattern of windows in letters alone": (
         "exaone4",

@@ -224,6 +224,38 @@ FALCON3 = {
     "vocab_size": 131072,
 }
 
+GPT_NEOX_20B = {
+    "architectures": ["GPTNeoXForCausalLM"],
+    "hidden_act": "gelu_fast",
+    "hidden_size": 6144,
+    "intermediate_size": 24576,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 44,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 0.25,
+    "tie_word_embeddings": False,
+    "vocab_size": 50432,
+}
+COMMAND_R = {
+    "architectures": ["CohereForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "layer_norm_eps": 1e-05,
+    "logit_scale": 0.0625,
+    "max_position_embeddings": 8192,
+    "model_max_length": 131072,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 64,
+    "rope_theta": 8000000.0,
+    "use_qk_norm": False,
+    "vocab_size": 256000,
+}
+
 
 def shapes(config: ModelConfig) -> tuple[int, ...]:
     return config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
@@ -311,3 +343,20 @@ def test_glm_4_7_flash() -> None:
     assert isinstance(mixture, MixtureOfExperts)
     assert mixture.routing == ExpertRouting(4, "sigmoid", True, 1.8)
     assert config.layers[0].feed_forward is None
+
+
+def test_gpt_neox_20b() -> None:
+    config = parse_config(GPT_NEOX_20B)
+    assert shapes(config) == (44, 64, 64, 96)
+    assert config.activation == "gelu_tanh"
+    assert {layer.rope for layer in config.layers} == {RopeConfig(1e4, 24)}
+    assert config.parallel
+
+
+def test_command_r_has_the_context_of_its_tokenizer() -> None:
+    """Aya 23 states no such length."""
+    config = parse_config(COMMAND_R)
+    assert shapes(config) == (40, 64, 64, 128)
+    assert config.context_len == 131_072
+    aya = {key: value for key, value in COMMAND_R.items() if key != "model_max_length"}
+    assert parse_config(aya).context_len == 8192

@@ -198,7 +198,8 @@ def _write_config(
         rope = rope["full_attention"]
     else:
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
-    writer.add_rope_freq_base(rope["rope_theta"])
+    growth = rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2))  # Hunyuan
+    writer.add_rope_freq_base(rope["rope_theta"] * growth)
     _write_rope_scaling(writer, rope, head_dim, config["max_position_embeddings"])
 
 
@@ -239,10 +240,17 @@ def _write_rope_scaling(
             values = np.array(rope[f"{name}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{name}.weight", values)
         return
+    if "alpha" in rope:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(1)
+        writer.add_rope_scaling_orig_ctx_len(max_len)
+        return
     writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
     writer.add_rope_scaling_factor(rope["factor"])
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if "attention_factor" in rope:  # of OLMo 3, as in its config
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
     if "llama_4_scaling_beta" in rope:
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
