@@ -14,7 +14,13 @@ from typing import Protocol
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.common.errors import ServiceError
 
-DRIVERS = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "postgres": "asyncpg"}
+# The package of each backend's driver, and the command that installs it.
+_POSTGRES = ("asyncpg", "pip install 'pdserve[postgres]'")
+DRIVERS = {
+    "sqlite": ("aiosqlite", "pip install aiosqlite"),
+    "postgresql": _POSTGRES,
+    "postgres": _POSTGRES,
+}
 
 
 def check_url(url: str) -> None:
@@ -25,10 +31,9 @@ def check_url(url: str) -> None:
     backend = scheme.partition("+")[0]
     if not separator or backend not in DRIVERS:
         raise ValueError("--database-url must begin with sqlite:/// or postgresql://")
-    if find_spec(DRIVERS[backend]) is None:
-        raise ValueError(
-            f"--database-url: {backend} needs {DRIVERS[backend]}: pip install 'pdserve[postgres]'"
-        )
+    driver, command = DRIVERS[backend]
+    if find_spec(driver) is None:
+        raise ValueError(f"--database-url: {backend} needs {driver}: {command}")
     if backend == "sqlite":
         check_folder(rest.partition("?")[0].removeprefix("/"))
 

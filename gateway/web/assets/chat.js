@@ -149,7 +149,7 @@ function showState() {
   byId("welcome").hidden = current.messages.length > 0;
   byId("welcome-title").textContent = chats ? "What can I help with?" : "How does your text begin?";
   byId("no-chat").hidden = chats;
-  byId("no-chat").textContent = chats ? "" : `${model.id} has no chat template, so it cannot chat. It continues your text instead; the system message and tools do not count.`;
+  byId("no-chat").textContent = chats ? "" : `${model.id} has no chat template, so it cannot chat. It continues your text instead; the system message and tools are ignored.`;
   field.placeholder = chats ? "Message" : "Text to continue";
   settings.recommend(model?.default_sampling_params);
   meter.show(current, model);
@@ -218,6 +218,7 @@ async function respond() {
   const conversation = current;
   conversation.model = picker.value;
   conversation.updated = Date.now();
+  const model = models.get(picker.value); // the list may change while the model answers
   const before = [...conversation.messages];
   const message = { role: "assistant", content: "", reasoning: "", tool_calls: [], model: conversation.model };
   conversation.messages.push(message);
@@ -233,7 +234,6 @@ async function respond() {
   await showList();
   announce("The model is answering.");
   let saved = performance.now();
-  const model = models.get(conversation.model);
   const shown = () => (current === conversation ? views.find((one) => one.message === message) : null);
   try {
     await answer(conversation, before, message, isForChat(model), controller.signal, () => {
