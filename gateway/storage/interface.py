@@ -14,13 +14,8 @@ from typing import Protocol
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.common.errors import ServiceError
 
-# The package of each backend's driver, and the command that installs it.
-_POSTGRES = ("asyncpg", "pip install 'pdserve[postgres]'")
-DRIVERS = {
-    "sqlite": ("aiosqlite", "pip install aiosqlite"),
-    "postgresql": _POSTGRES,
-    "postgres": _POSTGRES,
-}
+DRIVERS = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "postgres": "asyncpg"}
+INSTALLS = {"aiosqlite": "pip install aiosqlite", "asyncpg": "pip install 'pdserve[postgres]'"}
 
 
 def check_url(url: str) -> None:
@@ -31,9 +26,9 @@ def check_url(url: str) -> None:
     backend = scheme.partition("+")[0]
     if not separator or backend not in DRIVERS:
         raise ValueError("--database-url must begin with sqlite:/// or postgresql://")
-    driver, command = DRIVERS[backend]
+    driver = DRIVERS[backend]
     if find_spec(driver) is None:
-        raise ValueError(f"--database-url: {backend} needs {driver}: {command}")
+        raise ValueError(f"--database-url: {backend} needs {driver}: {INSTALLS[driver]}")
     if backend == "sqlite":
         check_folder(rest.partition("?")[0].removeprefix("/"))
 

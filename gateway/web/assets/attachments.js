@@ -40,11 +40,12 @@ export class Attachments {
   async #add(chosen) {
     const wrong = [];
     for (const file of chosen) {
+      const text = file.size <= MAX_BYTES ? await textOf(file) : null;
+      // After the wait: others may be added at the same time.
       if (this.files.length >= MAX_FILES) {
         wrong.push(`A message can have at most ${MAX_FILES} files.`);
         break;
       }
-      const text = file.size <= MAX_BYTES ? await textOf(file) : null;
       if (text !== null) this.files.push({ name: file.name, text });
       else if (file.size > MAX_BYTES) wrong.push(`${file.name} is larger than ${size(MAX_BYTES)}.`);
       else wrong.push(`${file.name} is not a UTF-8 text file.`);

@@ -17,12 +17,17 @@ def test_the_page_asks_for_a_key_and_sends_it(browser: Browser) -> None:
         page.open(f"{url}/llm/docs")
         state = "document.querySelector('#key-state').innerText.includes('{}')"
         page.wait(state.format("asks for an API key"))
+        assert page.run("document.querySelector('#document').checkVisibility()") is False
         page.fill("#key", "wrong")
         page.press("Enter")
         page.wait(state.format("not valid"))
         page.fill("#key", "right")
         page.press("Enter")
         page.wait("document.querySelectorAll('.opblock-tag').length === 8")
+        # The link has the document itself: a request for it would go without the key.
+        assert page.run("document.querySelector('#document').checkVisibility()")
+        assert page.run("""fetch(document.querySelector('#document').href).then(
+            (answer) => answer.json()).then(({ openapi }) => openapi)""").startswith("3.1")
         for scheme, size in product(("light", "dark"), (DESKTOP, PHONE)):
             page.prefer(scheme)
             page.resize(*size)
