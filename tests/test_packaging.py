@@ -20,7 +20,8 @@ import pdserve
 from pdserve.cli.up.command import ENTRIES
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 DEVELOPERS = ("docs", "test")  # extras of the repository alone
 EXTRAS = {n: lines for n, lines in PROJECT["optional-dependencies"].items() if n not in DEVELOPERS}
 FOLDERS = ("cli", "engine", "gateway", "kernels", "llm", "services", "text")
@@ -202,6 +203,11 @@ def test_a_missing_extra_is_named(subtests: pytest.Subtests) -> None:
             code, line = pdserve_main(*gateway, *options, missing=[packages[extra]])
             assert code == 1
             assert line.endswith(f"{NAMES_EXTRA}{extra}]'")
+    with subtests.test("sqlite, a dependency and no extra"):
+        url = ("--database-url", "sqlite:///:memory:")
+        code, line = pdserve_main(*gateway, *url, missing=["aiosqlite"])
+        assert code == 1
+        assert line.endswith("sqlite needs aiosqlite: pip install aiosqlite")
 
 
 def test_extras_in_messages_and_documents_exist() -> None:
@@ -245,6 +251,24 @@ def test_the_version_is_that_of_pyproject() -> None:
     assert newest[1] == version
     others = [ROOT / "Dockerfile", ROOT / "CMakeLists.txt", *(ROOT / ".github").rglob("*.yml")]
     assert [path.name for path in others if version in path.read_text()] == []
+
+
+def test_the_page_of_the_package_index_has_absolute_links() -> None:
+    """README.md is shown there without the repository around it: every link and picture of the
+    built description is that of the version's tag."""
+    pages = PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    assert PYPROJECT["project"]["dynamic"] == ["readme"]
+    assert [fragment["path"] for fragment in pages["fragments"]] == ["README.md"]
+    text = (ROOT / "README.md").read_text()
+    for rule in pages["substitutions"]:
+        text = re.sub(rule["pattern"], rule["replacement"], text)
+    text = text.replace("$HFPR_VERSION", PROJECT["version"])
+    targets = re.findall(r'\]\(([^)]+)\)|(?:src|srcset|href)="([^"]+)"', text)
+    found = {link or picture for link, picture in targets}
+    own = "https://(raw.githubusercontent.com/pdserve/pdserve|github.com/pdserve/pdserve/blob)"
+    at_tag = re.compile(rf"{own}/v{re.escape(PROJECT['version'])}/\w")
+    assert sum(at_tag.match(one) is not None for one in found) > 30
+    assert [one for one in found if not one.startswith(("https://", "http://", "#"))] == []
 
 
 def test_notices_name_every_vendored_file() -> None:

@@ -15,6 +15,7 @@ from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.common.errors import ServiceError
 
 DRIVERS = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "postgres": "asyncpg"}
+INSTALLS = {"aiosqlite": "pip install aiosqlite", "asyncpg": "pip install 'pdserve[postgres]'"}
 
 
 def check_url(url: str) -> None:
@@ -25,10 +26,9 @@ def check_url(url: str) -> None:
     backend = scheme.partition("+")[0]
     if not separator or backend not in DRIVERS:
         raise ValueError("--database-url must begin with sqlite:/// or postgresql://")
-    if find_spec(DRIVERS[backend]) is None:
-        raise ValueError(
-            f"--database-url: {backend} needs {DRIVERS[backend]}: pip install 'pdserve[postgres]'"
-        )
+    driver = DRIVERS[backend]
+    if find_spec(driver) is None:
+        raise ValueError(f"--database-url: {backend} needs {driver}: {INSTALLS[driver]}")
     if backend == "sqlite":
         check_folder(rest.partition("?")[0].removeprefix("/"))
 

@@ -15,7 +15,12 @@ from pathlib import Path
 
 import psutil
 
-BUILD_PACKAGES = ("scikit-build-core>=0.10", "nanobind>=2", "grpcio-tools==1.80.0")
+BUILD_PACKAGES = (
+    "scikit-build-core>=1.1",
+    "hatch-fancy-pypi-readme>=24.1",
+    "nanobind>=2",
+    "grpcio-tools==1.80.0",
+)
 # Set in the environment of every process that a run has started. It has no prefix PDSERVE_, because
 # pdserve refuses unknown variables with that prefix.
 MARK = "MUTATION_TREE"

@@ -5,6 +5,7 @@
   const KEY = `pdserve ${location.pathname.replace(/docs$/, "")} key`;
   const field = document.getElementById("key");
   const state = document.getElementById("key-state");
+  const file = document.getElementById("document");
   let key = stored(() => sessionStorage.getItem(KEY));
 
   /** What the browser has kept, if it keeps anything. */
@@ -29,7 +30,11 @@
         return;
       }
       if (!answer.ok) throw new Error(answer.statusText);
-      spec = await answer.json();
+      const text = await answer.text();
+      spec = JSON.parse(text);
+      // A link to the route would go without the key.
+      file.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+      file.hidden = false;
     } catch {
       state.textContent = "The server cannot be reached.";
       return;

@@ -1,4 +1,4 @@
-// Files of text that a person adds to the next message, shown as chips above its field.
+// Text files that a person adds to the next message, shown as chips above its field.
 
 import { announce, byId, h, icon, iconButton, warn } from "./dom.js";
 
@@ -40,14 +40,15 @@ export class Attachments {
   async #add(chosen) {
     const wrong = [];
     for (const file of chosen) {
+      const text = file.size <= MAX_BYTES ? await textOf(file) : null;
+      // After the wait: others may be added at the same time.
       if (this.files.length >= MAX_FILES) {
-        wrong.push(`A message takes ${MAX_FILES} files.`);
+        wrong.push(`A message can have at most ${MAX_FILES} files.`);
         break;
       }
-      const text = file.size <= MAX_BYTES ? await textOf(file) : null;
       if (text !== null) this.files.push({ name: file.name, text });
       else if (file.size > MAX_BYTES) wrong.push(`${file.name} is larger than ${size(MAX_BYTES)}.`);
-      else wrong.push(`${file.name} is not a file of text in UTF-8.`);
+      else wrong.push(`${file.name} is not a UTF-8 text file.`);
     }
     this.#show();
     warn(wrong.join(" "));
@@ -76,7 +77,7 @@ async function textOf(file) {
 
 const size = (bytes) => (bytes < 1024 ? `${bytes} B` : `${Math.round(bytes / 1024)} KiB`);
 
-/** The name and the size of a file of text. */
+/** The name and the size of a text file. */
 export function chip({ name, text }, ...buttons) {
   return h("span", { className: "chip" }, icon("file"), h("span", { className: "chip-name", title: name }, name), h("span", { className: "hint" }, size(new Blob([text]).size)), ...buttons);
 }

@@ -42,7 +42,8 @@ const attachments = new Attachments(countDraft);
 const meter = new TokenMeter();
 addExport(() => current, () => store.all());
 
-store.onchange = async (id) => {
+store.onchange = async ({ id, isFinal }) => {
+  if (!isFinal) return; // folds and a name that is being typed would be lost with each part of an answer
   const found = await store.get(id);
   const isMine = going?.conversation === current || document.querySelector(".edit"); // kept as it is here
   if (!found || id !== current.id || isMine) return showList();
@@ -64,7 +65,7 @@ function newId() {
 
 async function save(conversation) {
   try {
-    await store.put(conversation);
+    await store.put(conversation, going?.conversation !== conversation);
   } catch {
     warn("This conversation cannot be saved: the browser's storage is full.");
   }
@@ -145,11 +146,11 @@ function view(message, place) {
 function showState() {
   const isGoing = going !== null;
   const model = models.get(picker.value);
-  const chats = !model || isForChat(model);
+  const chats = isForChat(model);
   byId("welcome").hidden = current.messages.length > 0;
   byId("welcome-title").textContent = chats ? "What can I help with?" : "How does your text begin?";
   byId("no-chat").hidden = chats;
-  byId("no-chat").textContent = chats ? "" : `${model.id} has no chat template, so it cannot chat. It continues your text instead; the system message and tools do not count.`;
+  byId("no-chat").textContent = chats ? "" : `${model.id} has no chat template, so it cannot chat. It continues your text instead; the system message and tools are ignored.`;
   field.placeholder = chats ? "Message" : "Text to continue";
   settings.recommend(model?.default_sampling_params);
   meter.show(current, model);
@@ -218,6 +219,7 @@ async function respond() {
   const conversation = current;
   conversation.model = picker.value;
   conversation.updated = Date.now();
+  const model = models.get(picker.value); // the list may change while the model answers
   const before = [...conversation.messages];
   const message = { role: "assistant", content: "", reasoning: "", tool_calls: [], model: conversation.model };
   conversation.messages.push(message);
@@ -226,16 +228,15 @@ async function respond() {
   const done = new Promise((resolve) => (ended = resolve));
   const mine = { conversation, message, done, stop: () => controller.abort() };
   going = mine;
-  warn("");
-  showMessages();
-  showState();
-  await save(conversation);
-  await showList();
-  announce("The model is answering.");
-  let saved = performance.now();
-  const model = models.get(conversation.model);
   const shown = () => (current === conversation ? views.find((one) => one.message === message) : null);
   try {
+    warn("");
+    showMessages();
+    showState();
+    await save(conversation);
+    await showList();
+    announce("The model is answering.");
+    let saved = performance.now();
     await answer(conversation, before, message, isForChat(model), controller.signal, () => {
       shown()?.grow();
       if (performance.now() - saved < SAVE_MS) return;
@@ -255,12 +256,15 @@ async function respond() {
   }
   message.finish ??= "stop";
   if (going === mine) going = null;
-  const its = shown();
-  if (its) its.going = false;
-  showState();
-  if (model.default_sampling_params === null) loadModels(); // they are known from the first answer on
-  await save(conversation);
-  ended();
+  try {
+    const its = shown();
+    if (its) its.going = false;
+    showState();
+    if (model?.default_sampling_params === null) loadModels(); // they are known from the first answer on
+    await save(conversation);
+  } finally {
+    ended();
+  }
 }
 
 /** What went wrong, for a person. A server that asks for a key gets one. */
@@ -313,8 +317,9 @@ async function loadModels() {
   showState();
 }
 
-function isForChat({ capabilities }) {
-  return capabilities?.chat !== false;
+/** Whether a model, or one that is not in the list any more, can chat. */
+function isForChat(model) {
+  return model?.capabilities?.chat !== false;
 }
 
 let asking = false;

@@ -7,6 +7,7 @@ import { library } from "./library.js";
 const DISPLAY = /^(?:\$\$([^$]{1,4000}?)\$\$|\\\[([^]{1,4000}?)\\\])/;
 // As pandoc: no space inside the dollars and no letter or digit after them, so "$5 or $6" is text.
 const INLINE = /^(?:\\\(([^]{1,2000}?)\\\)|\$(?![\s$])((?:\\[^\n]|[^\\$\n]){1,500}?)(?<!\s)\$(?![\w$]))/;
+const MAX_TEX = 4000; // also of a formula that the text states as HTML
 const BLOCK = new RegExp(`^ {0,3}(?:${DISPLAY.source.slice(1)})[ \\t]*(?:\\n|$)`);
 const BLOCK_START = /\n {0,3}(?:\$\$|\\\[)/;
 const INLINE_START = /\$|\\[[(]/;
@@ -39,6 +40,7 @@ export function formulaRules(escaped) {
 
 /** Draws a formula into its element, which shows its source while KaTeX loads and if it is wrong. */
 export function drawFormula(place, ready) {
+  if (place.dataset.tex?.length > MAX_TEX) return;
   const made = katex(ready);
   if (!made) return;
   const drawn = new DocumentFragment();

@@ -37,10 +37,13 @@ export class Settings {
     (isOpen ? byId("close-settings") : this.opener).focus();
   }
 
+  /** Shows options, except in the field that has the focus: a person may be typing there. */
   show(options) {
-    for (const name of NUMBERS) byId(name).value = options[name] ?? "";
-    byId("system").value = options.system;
-    byId("tools").value = options.tools ? JSON.stringify(options.tools, null, 2) : "";
+    const tools = options.tools && JSON.stringify(options.tools, null, 2);
+    for (const [name, value] of Object.entries({ ...NO_OPTIONS, ...options, tools })) {
+      const field = byId(name);
+      if (field !== document.activeElement) field.value = value ?? "";
+    }
     this.read();
   }
 

@@ -22,7 +22,8 @@ export class Store {
   #memory = new Map();
   #tabs = new BroadcastChannel(`${SERVER} conversations`);
 
-  /** `changed(id)` is called when another tab has changed or deleted a conversation. */
+  /** `changed({id, isFinal})` is called when another tab has changed or deleted a conversation; not
+      final: an answer to it is still growing. */
   set onchange(changed) {
     this.#tabs.onmessage = ({ data }) => changed(data);
   }
@@ -48,17 +49,17 @@ export class Store {
     return this.#db ? this.#run("readonly", (table) => table.get(id)) : this.#memory.get(id);
   }
 
-  async put(conversation) {
+  async put(conversation, isFinal = true) {
     const copy = structuredClone(conversation);
     if (this.#db) await this.#run("readwrite", (table) => table.put(copy));
     else this.#memory.set(copy.id, copy);
-    this.#tabs.postMessage(copy.id);
+    this.#tabs.postMessage({ id: copy.id, isFinal });
   }
 
   async delete(id) {
     if (this.#db) await this.#run("readwrite", (table) => table.delete(id));
     else this.#memory.delete(id);
-    this.#tabs.postMessage(id);
+    this.#tabs.postMessage({ id, isFinal: true });
   }
 
   #run(mode, act) {

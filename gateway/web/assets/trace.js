@@ -1,4 +1,4 @@
-// One request's way through the roles, as a picture: a lane for each role, and time to the right.
+// One request's path through the roles, as a picture: a lane for each role, and time to the right.
 //
 // Until the first token and after it time has two scales, since an answer takes much longer than
 // what comes before it.
@@ -33,22 +33,25 @@ function computedAt({ attempts }) {
   return attempts.at(-1)?.prefill ? "prefill" : "decode";
 }
 
-/** Shows the way of a request in the dialog. */
+/** Shows the path of a request in the dialog. */
 export async function showTrace(id) {
   byId("trace-id").textContent = id;
   byId("trace-facts").textContent = "Looking for it …";
   byId("trace-picture").replaceChildren();
   byId("trace-phases").hidden = true;
   byId("trace-dialog").showModal();
+  const isShown = () => byId("trace-id").textContent === id; // the dialog may show another one by now
   try {
-    draw(await (await request(`v1/traces/${encodeURIComponent(id)}`)).json());
+    const trace = await (await request(`v1/traces/${encodeURIComponent(id)}`)).json();
+    if (isShown()) draw(trace);
   } catch (error) {
-    byId("trace-facts").textContent = error.message;
+    if (isShown()) byId("trace-facts").textContent = error.message;
   }
 }
 
 function draw(trace) {
-  const phases = trace.phases.map(({ name, start_ms: start, duration_ms: took }) => ({ ...PHASES[name], lane: PHASES[name].lane(trace), start, took }));
+  const known = trace.phases.filter(({ name }) => Object.hasOwn(PHASES, name)); // a newer gateway may have more
+  const phases = known.map(({ name, start_ms: start, duration_ms: took }) => ({ ...PHASES[name], lane: PHASES[name].lane(trace), start, took }));
   byId("trace-facts").textContent = facts(trace);
   byId("trace-picture").replaceChildren(picture(phases, trace, byId("trace-picture").clientWidth));
   byId("trace-phases").hidden = false;

@@ -417,6 +417,13 @@ def test_text_that_opens_many_formulas_is_drawn_soon(page: Browser) -> None:
         assert took < 5000, text[:5]
 
 
+def test_the_length_of_a_formula_in_html_is_bounded(page: Browser) -> None:
+    formula = '<span data-math="inline" data-tex="{}">source</span>'
+    draw(page, formula.format("x" * 4000) + formula.format("x" * 4001))
+    assert page.run("document.querySelectorAll('#messages math').length") == 1
+    assert page.text("#messages").endswith("source")
+
+
 def test_files_of_text_are_attached(page: Browser, tmp_path: Path) -> None:
     kept, other, binary, large = (tmp_path / name for name in ("a.md", "b.txt", "c.bin", "d.txt"))
     kept.write_text("one\n```\ntwo\n```\n")
@@ -426,7 +433,7 @@ def test_files_of_text_are_attached(page: Browser, tmp_path: Path) -> None:
     page.choose("#files", kept, other, binary, large)
     page.wait("document.querySelector('#warning').innerText")
     assert page.text("#warning") == (
-        "c.bin is not a file of text in UTF-8. d.txt is larger than 256 KiB."
+        "c.bin is not a UTF-8 text file. d.txt is larger than 256 KiB."
     )
     assert page.text("#chips").split() == ["a.md", "16", "B", "b.txt", "5", "B"]
     assert page.violations() == []
@@ -445,6 +452,19 @@ def test_files_of_text_are_attached(page: Browser, tmp_path: Path) -> None:
     assert page.run(said).strip() == "one\n```\ntwo\n```"  # an edited message keeps its files
     page.reload()
     page.wait("document.querySelector('.message.user .chip-name')?.innerText === 'a.md'")
+
+
+def test_two_choices_at_once_add_ten_files_at_most(page: Browser) -> None:
+    page.run("""(() => {
+      for (const choice of ["a", "b"]) {
+        const dataTransfer = new DataTransfer();
+        for (let n = 0; n < 6; n++) dataTransfer.items.add(new File(["x"], `${choice}${n}`));
+        document.querySelector("main").dispatchEvent(new DragEvent("drop", { dataTransfer }));
+      }
+    })()""")
+    page.wait("document.querySelector('#warning').innerText")
+    assert page.text("#warning") == "A message can have at most 10 files."
+    assert page.run("document.querySelector('#chips').children.length") == 10
 
 
 def test_conversations_are_searched(page: Browser) -> None:
@@ -534,6 +554,32 @@ def test_a_conversation_of_another_tab_is_shown(page: Browser) -> None:
     })""")
     page.wait(f"document.querySelector('{LAST} .answer').innerText === 'from another tab'")
     page.wait("document.querySelectorAll('.conversation').length === 2")
+
+
+def test_an_answer_that_grows_in_another_tab_is_shown_once_it_is_complete(page: Browser) -> None:
+    send(page, "hello")
+    answered(page)
+    page.click("#open-settings")
+    page.run("document.querySelector('#system').focus()")
+    page.type("half of a")
+    page.run("""import("/web/store.js").then(async ({ Store }) => {
+      const tab = await Store.open();
+      const [one] = await tab.all();
+      const say = (content, isFinal) => {
+        one.messages.at(-1).content = content;
+        return tab.put(one, isFinal);
+      };
+      const element = document.querySelector(".message");
+      window.kept = null;
+      await say("growing", false);
+      setTimeout(async () => {
+        window.kept = element.isConnected;
+        await say("complete", true);
+      }, 300);
+    })""")
+    page.wait(f"document.querySelector('{LAST} .answer').innerText === 'complete'")
+    assert page.run("window.kept") is True
+    assert page.run("document.querySelector('#system').value") == "half of a"
 
 
 def test_the_policy_blocks_injected_scripts(page: Browser) -> None:

@@ -150,6 +150,33 @@ def test_the_way_of_a_request_is_drawn(shown: Shown) -> None:
         page.wait("!document.querySelector('#trace-dialog').open")
 
 
+def test_a_late_trace_does_not_replace_the_one_that_is_shown(shown: Shown) -> None:
+    """A phase of a newer gateway is left out."""
+    asked = """(async () => {
+      const { showTrace } = await import("/web/trace.js");
+      const phases = ["queue", "future"].map((name) => ({ name, start_ms: 0, duration_ms: 1 }));
+      const trace = { phases, attempts: [], total_ms: 2, time_to_first_token_ms: null };
+      const original = window.fetch;
+      let release;
+      const held = new Promise((resolve) => (release = resolve));
+      window.fetch = async (url, ...rest) => {
+        const id = /v1\\/traces\\/(.*)/.exec(url)?.[1];
+        if (!id) return original(url, ...rest);
+        if (id === "slow") await held;
+        return Response.json({ ...trace, model: id });
+      };
+      const slow = showTrace("slow");
+      await showTrace("fast");
+      release();
+      await slow;
+      window.fetch = original;
+      document.querySelector("#trace-dialog").close();
+      const rows = document.querySelectorAll("#trace-phases tbody tr").length;
+      return [document.querySelector("#trace-facts").textContent.split(" · ")[0], rows];
+    })()"""
+    assert shown.page.run(asked) == ["fast", 1]
+
+
 def test_axe_finds_nothing_serious(shown: Shown) -> None:
     page = shown.page
     ask(shown.url, "hello")

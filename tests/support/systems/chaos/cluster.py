@@ -167,6 +167,7 @@ class Cluster:
             remote_prefill_threshold=self.shape.threshold,
             trace_dir=str(self.rings),
             drain_s=0.2,
+            log_level="debug",  # the end of each request
         )
         router = self._start("router", (made,))
         self._listening(router)
