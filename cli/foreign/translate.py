@@ -132,9 +132,11 @@ class _Line:
             (name, *_), (file_name, *_) = others, files
             if name not in REPOSITORIES:
                 raise OptionError(f"{name} and {file_name} both name a model: use only one of them")
-            model = f"{model.partition(':')[0]}@{self._revision}" if self._revision else model
+            repository, tag = _split(model)
+            if tag:
+                raise OptionError(f"{name} and {file_name} both name a file: use only one of them")
+            model = f"{_at(repository, self._revision)}:{files[file_name]}"
             self._revision = ""
-            model = f"{model}:{files[file_name]}"
         if files and not others and "--model" in self._words[:-1]:
             self._add_file(files)
         elif model:
@@ -149,7 +151,7 @@ class _Line:
         """Add the name of a file to the repository that --model names."""
         name, file = next(iter(files.items()))
         index = self._words.index("--model") + 1
-        if ":" in self._words[index]:
+        if _split(self._words[index])[1]:
             raise OptionError(f"--model and {name} both name a file: use only one of them")
         self._words[index] = f"{_at(self._words[index], self._revision)}:{file}"
 
@@ -218,8 +220,15 @@ def _at(model: str, revision: str) -> str:
     """Return the hub id of a model at a revision."""
     if not revision:
         return model
-    repository, colon, file = model.partition(":")
-    return f"{repository}@{revision}{colon}{file}"
+    repository, file = _split(model)
+    return f"{repository}@{revision}:{file}" if file else f"{repository}@{revision}"
+
+
+def _split(model: str) -> tuple[str, str]:
+    """Return the repository of a model's name, with its scheme, and the file or tag after it."""
+    scheme, separator, name = model.rpartition("://")
+    repository, _, file = name.partition(":")
+    return f"{scheme}{separator}{repository}", file
 
 
 def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:

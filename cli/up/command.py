@@ -35,7 +35,7 @@ from pdserve.gateway.settings import GatewaySettings, worker_name
 from pdserve.services.common.auth.certificates import Role, certificate_settings, make_authority
 from pdserve.services.common.logs import configure_logging, logs_json, quiet_grpc_core
 from pdserve.services.common.process import raise_open_files
-from pdserve.services.common.tenants import make_keys
+from pdserve.services.common.tenants import ApiKeys, make_keys
 from pdserve.services.common.tracing import endpoint
 from pdserve.services.router.settings import RouterSettings
 from pdserve.services.worker.settings import DecodeSettings, PrefillSettings, WorkerSettings
@@ -172,6 +172,10 @@ class System:
     def _check_keys(self) -> bool:
         """Return whether the gateway requires API keys. Raises OptionError if the configured keys
         cannot be used."""
+        try:
+            ApiKeys(self._gateway.api_keys)
+        except ValueError as error:
+            raise OptionError(f"--api-key: {error}") from None
         try:
             keys = make_keys(self._gateway)
         except (OSError, ValueError) as error:

@@ -139,6 +139,12 @@ LINES: list[tuple[str, Mapping[str, Any] | str]] = [
     ("up -hf ggml-org/gemma-3-1b-it-GGUF", {"model": ("ggml-org/gemma-3-1b-it-GGUF",)}),
     ("up -hf o/X-GGUF:Q8_0 -ngl 99 -fa on", {"model": ("o/X-GGUF:Q8_0",), "device": "auto"}),
     ("up -hf o/X-GGUF -hff x.gguf --jinja", {"model": ("o/X-GGUF:x.gguf",)}),
+    ("up -hf org/x:Q8_0 -hff f.gguf", "both name a file"),
+    ("up --model hf://org/x -hff f.gguf", {"model": ("hf://org/x:f.gguf",)}),
+    (
+        "up --model https://huggingface.co/org/x --revision r",
+        {"model": ("https://huggingface.co/org/x@r",)},
+    ),
     ("up -m m.gguf -ngl 20", "not split between GPU and CPU"),
     (
         "up -m m.gguf -t 2 -np 4 -b 512 -ub 128 -ctk q8_0 -ctv q8_0 --metrics",

@@ -9,6 +9,7 @@ import argparse
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -31,18 +32,18 @@ class Load:
         self._url = f"{fleet.url}/v1/completions"
         self._model = model_of(fleet)
         self._ended = threading.Event()
-        works = [(f"Story {n}: ", 30, 300) for n in range(CHATS)]
-        works.append(("Report: ", LONG_WORDS, 40))
-        self._threads = [threading.Thread(target=self._repeat, args=work) for work in works]
+        self._pool = ThreadPoolExecutor(CHATS + 1)
 
     def __enter__(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        works = [(f"Story {n}: ", 30, 300) for n in range(CHATS)]
+        works.append(("Report: ", LONG_WORDS, 40))
+        self._clients = [self._pool.submit(self._repeat, *work) for work in works]
 
     def __exit__(self, *exc: object) -> None:
         self._ended.set()
-        for thread in self._threads:
-            thread.join()
+        for client in self._clients:
+            client.result()
+        self._pool.shutdown()
 
     def _repeat(self, start: str, num_words: int, max_tokens: int) -> None:
         number = 0
