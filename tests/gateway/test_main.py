@@ -385,6 +385,7 @@ async def test_a_tool_program_is_called_and_exits_with_the_gateway(end, tmp_path
     }  # fmt: skip
     config.write_text(json.dumps({"mcpServers": {"tools": server}}))
     settings = {"cluster_secret": (SECRET,), "drain_s": 0.0, "mcp_config": str(config)}
+    settings["log_level"] = "debug"  # shows calls
     gateway = await launch(port=0, routers=[address], **settings)
     _, figures = await gateway.event()
     await gateway.event()  # ready, whether or not the program is
