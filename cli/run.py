@@ -37,14 +37,14 @@ def run(settings: Settings, positionals: Mapping[str, Any]) -> int:
     run_settings = settings.build(RunSettings)
     prompts = [text.strip() for text in run_settings.prompts.split(SEPARATOR) if text.strip()]
     prompts += [" ".join(positionals["prompt"])] if positionals["prompt"] else []
-    key: tuple[str, ...] = ()
+    key = ""
     keys = settings.values["api_key"].value
     if keys or settings.values["api_key_file"].value:  # these may be only hashes of keys
-        key = (secrets.token_urlsafe(),)
-        settings = settings.override(api_key=(*keys, *key))
+        key = secrets.token_urlsafe()
+        settings = settings.override(api_key=(*keys, key))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with system(settings) as url:
-        client = ApiClient(url, *key)
+        client = ApiClient(url, key)
         model = first_model(client, "")
         if prompts:
             return answer(prompts, lambda: Conversation(client, model, run_settings))
