@@ -1,7 +1,7 @@
 """`pdserve run`: a system and a conversation with its model in one command. When the command ends,
 so does the system.
 
-The system runs in a child process, in a process group of its own, so that Ctrl-C stops an answer
+The system runs in a child process with a separate process group, so that Ctrl-C stops an answer
 and not the system. The kernel kills that process if this one is killed.
 """
 
@@ -52,7 +52,7 @@ def run(settings: Settings, positionals: Mapping[str, Any]) -> int:
 
 
 def answer(prompts: Sequence[str], begin: Callable[[], Conversation]) -> int:
-    """Print the answer to each prompt, in a conversation of its own; return 1 if one failed, and
+    """Print the answer to each prompt, each in a separate conversation; return 1 if one failed, and
     STOPPED if Ctrl-C stopped one."""
     code = 0
     for prompt in prompts:

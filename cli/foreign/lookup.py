@@ -59,7 +59,7 @@ def find_entry(name: str, command: str = "up") -> Entry | None:
 
 
 def similar_names(flags: Collection[str]) -> list[str]:
-    """Return the foreign names that stand for one of these flags, as candidates for a mistyped
+    """Return the foreign names that mean one of these flags, as candidates for a mistyped
     one."""
     return [
         name

@@ -357,7 +357,7 @@ TABLE: tuple[Entry, ...] = (
             *("--enable-auto-tool-choice", "--jinja", "--no-mmproj"),
             *("--trust-remote-code", "--no-trust-remote-code"),
         ),
-        "tool calls are read and templates rendered; models run no code of their own",
+        "tool calls are read and templates rendered; code in a model's files never runs",
     ),
     Implied(
         (

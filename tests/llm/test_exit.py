@@ -1,4 +1,4 @@
-"""A program that ends while an LLM is open: it prints nothing of its own and exits with 0."""
+"""A program that ends while an LLM is open prints no warning and exits with 0."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The Helm chart in k8s/helm, rendered by Helm's Go library in a process of its own."""
+"""The Helm chart in k8s/helm, rendered by Helm's Go library in a separate process."""
 
 import json
 from collections.abc import Iterator
