@@ -23,7 +23,7 @@ from simulation.clock import Process, State
 from simulation.cluster import Cluster
 from simulation.network import Message
 from simulation.phases import PHASES, REQUESTED, PhaseWatch
-from simulation.scenario import Fault
+from simulation.scenario import DEAF, Fault
 
 ROLES = ("gateway", "router", "prefill", "decode")
 PAIRS = (
@@ -41,14 +41,14 @@ KINDS = (
     "bit flip", "truncation", "replay of a frame",
     "engine hangs prefill", "engine hangs decode",
     "stale incarnation", "other weights", "no blocks at decode", "no blocks at prefill",
-    "router restart", "all prefill gone", "all decode gone", "router hears no worker",
+    "router restart", "all prefill gone", "all decode gone", DEAF,
 )  # fmt: skip
 
 # After these faults a request may end with an error that its client caused or was informed of.
 MAY_FAIL = ("client closes", "deadline", "SIGKILL gateway")
 
 # After these faults the workers keep all they had: no prompt token is computed twice.
-NOTHING_AGAIN = ("SIGKILL router", "SIGTERM router", "router restart", "router hears no worker")
+NOTHING_AGAIN = ("SIGKILL router", "SIGTERM router", "router restart", DEAF)
 
 
 def unreachable(kind: str, phase: str) -> str:
@@ -142,7 +142,7 @@ class Faults:
                 "router restart": self._restart_router,
                 "all prefill gone": lambda strike: self._all_gone(strike, "prefill", 5.0),
                 "all decode gone": lambda strike: self._all_gone(strike, "decode", 2.0),
-                "router hears no worker": self._deafen_router,
+                DEAF: self._deafen_router,
             }[kind](strike)
 
     def _later(self, delay_s: float, act: Callable[[], None]) -> None:

@@ -71,6 +71,7 @@ class Scenario:
 
 
 TARGET = "target"
+DEAF = "router hears no worker"  # a hit if the router detects that it is isolated
 
 
 def draw(seed: int, kind: str, phase: str) -> Scenario:
@@ -108,7 +109,7 @@ def draw(seed: int, kind: str, phase: str) -> Scenario:
     asks += twins
     several = phase in ("computing", "transferring", "decoding")
     index = rng.randint(0, 2) if several else 0
-    deaf = kind == "router hears no worker"  # needs a single router and four workers
+    deaf = kind == DEAF  # needs a single router and four workers
     routers, prefills = rng.choice((1, 2)), rng.choice((1, 2, 2))
     decodes = rng.choice((1, 1, 2) if twins else (1, 2, 2))
     asks = [replace(ask, priority=(i + seed) % 3 - 1) for i, ask in enumerate(asks)]
