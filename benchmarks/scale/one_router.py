@@ -12,7 +12,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scale.processes import END_S, HERE, Processes, cpu_s, free_address, memory_mib, read_line, stop
+from scale.processes import (
+    END_S,
+    GIVES_WAY,
+    HERE,
+    Processes,
+    cpu_s,
+    free_address,
+    memory_mib,
+    read_line,
+    stop,
+)
 from scale.shape import Shape
 from systems.eventually import wait_until
 
@@ -40,10 +50,12 @@ def spread_ms(seconds: list[float]) -> dict[str, float]:
     return {name: round(figures[name], 3) for name in ("mean", "p50", "p99")}
 
 
-def measure(shape: Shape, window_s: float, finish: bool = False) -> dict[str, Any]:
+def measure(
+    shape: Shape, window_s: float, finish: bool = False, nice: int = GIVES_WAY
+) -> dict[str, Any]:
     """Figures of one router that carries the Shape. `finish`: wait until every stream has ended, so
-    that all are counted to their last token. Raises Late."""
-    with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
+    that all are counted to their last token. `nice`: of the fakes. Raises Late."""
+    with tempfile.TemporaryDirectory() as folder, Processes(Path(folder), nice) as processes:
         return _OneRouter(processes, shape).measure(window_s, finish)
 
 

@@ -26,10 +26,12 @@ GIVES_WAY = 19  # fakes represent other machines: they must not keep the router 
 
 class Processes:
     """A set of processes: `with Processes(folder)` stops all of them at its end. Their standard
-    error goes to a file of the folder."""
+    error goes to a file of the folder. `nice`: of the fakes; beside other work they need 0, else
+    they starve."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nice: int = GIVES_WAY) -> None:
         self.folder = folder
+        self._nice = nice
         self.certificates = folder / "certificates"
         self._stack = ExitStack()
         self._count = 0
@@ -59,7 +61,7 @@ class Processes:
     def fake(self, script: str, *words: str) -> subprocess.Popen[bytes]:
         """Start a script of this folder."""
         process = self.start(sys.executable, str(HERE / script), str(self.certificates), *words)
-        psutil.Process(process.pid).nice(GIVES_WAY)
+        psutil.Process(process.pid).nice(self._nice)
         return process
 
     def words(self, role: Role) -> list[str]:

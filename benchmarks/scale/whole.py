@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import uvloop
 from front.clients import Stream, stream
-from scale.processes import Processes, cpu_s, free_address, read_line
+from scale.processes import GIVES_WAY, Processes, cpu_s, free_address, read_line
 from scale.shape import MARKS, MODEL, Shape
 from systems.eventually import wait_until
 from systems.single_processes import PDSERVE
@@ -37,6 +37,7 @@ class Whole:
     workers: int = 20
     streams: int = 300
     num_tokens: int = 100
+    nice: int = GIVES_WAY  # of the fakes
 
     @property
     def shape(self) -> Shape:
@@ -53,7 +54,7 @@ class Whole:
 
 def measure(whole: Whole) -> dict[str, Any]:
     """Run all streams at once, and count their tokens."""
-    with TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
+    with TemporaryDirectory() as folder, Processes(Path(folder), whole.nice) as processes:
         routers = [free_address() for _ in range(whole.routers)]
         named = {
             f"router {n}": processes.start(

@@ -23,7 +23,7 @@ DOC = Path(__file__).parents[2] / "docs/scale.md"
 
 @pytest.mark.extended
 def test_one_router_at_a_small_share_loses_and_repeats_no_token() -> None:
-    found = measure(SMALL, window_s=1.0, finish=True)
+    found = measure(SMALL, window_s=1.0, finish=True, nice=0)
     counts = found["counts"]
     assert found["exact"], found
     assert counts["ended"] == counts["starts"] > SMALL.streams
@@ -35,14 +35,14 @@ def test_one_router_at_a_small_share_loses_and_repeats_no_token() -> None:
 
 @pytest.mark.extended
 def test_idle_workers_send_only_heartbeats() -> None:
-    found = measure(replace(SMALL, workers=5, streams=0), window_s=2.0)
+    found = measure(replace(SMALL, workers=5, streams=0), window_s=2.0, nice=0)
     assert found["exact"], found
     assert 1 * 5 <= found["reports_s"] <= 3 * 5, "idle workers must send only heartbeats"
 
 
 @pytest.mark.extended
 def test_a_small_system_over_http_is_exact() -> None:
-    found = whole.measure(whole.Whole(workers=4, streams=12, num_tokens=20))
+    found = whole.measure(whole.Whole(workers=4, streams=12, num_tokens=20, nice=0))
     assert found["ok"], found
 
 
