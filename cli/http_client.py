@@ -4,9 +4,11 @@
 
 import http.client
 import json
+import signal
 import socket
+import threading
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -87,6 +89,45 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
+@contextmanager
+def _shut_down_by_ctrl_c(sock: socket.socket) -> Iterator[None]:
+    """Within the block, shut the socket down on Ctrl-C, and raise KeyboardInterrupt for the error
+    that follows.
+
+    Python itself raises KeyboardInterrupt too late if the signal arrives just before the main
+    thread waits for data, and ignores the exception in a destructor. Another thread therefore
+    reads the signal from a socket, to which Python writes it at once.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupted = threading.Event()
+    signals, writer = socket.socketpair()
+    writer.setblocking(False)
+    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while number := signals.recv(1):
+            if number[0] == signal.SIGINT:
+                interrupted.set()
+                with suppress(OSError):  # the server has closed the connection
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    except ApiError:
+        if interrupted.is_set():
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.set_wakeup_fd(previous)
+        writer.close()
+        watcher.join()
+        signals.close()
+
+
 class ApiClient:
     """A blocking client of one server; `timeout_s` limits each wait for the network."""
 
@@ -126,7 +167,8 @@ class ApiClient:
         """Send a POST request for a streamed response; yield the data of each server-sent event
         until [DONE]. Raises ApiError if the request fails or the stream ends early.
 
-        Closing the iterator closes the connection, which cancels the request.
+        Closing the iterator closes the connection, which cancels the request. Ctrl-C raises
+        KeyboardInterrupt, whatever the main thread does when it arrives.
         """
         with self._open("POST", path, {**body, "stream": True}) as response:
             try:
@@ -144,7 +186,7 @@ class ApiClient:
                     yield event
             except (OSError, http.client.HTTPException) as error:
                 raise self._broken(error) from None
-        raise ApiError("the response ended early", code=BROKEN)
+            raise ApiError("the response ended early", code=BROKEN)
 
     @contextmanager
     def _open(
@@ -156,14 +198,19 @@ class ApiClient:
         try:
             data = None if body is None else json.dumps(body).encode()
             try:
-                connection.request(method, self._address.prefix + path, data, self._headers)
-                response = connection.getresponse()
-            except (OSError, http.client.HTTPException) as error:
-                raise ApiError(f"no server responds at {self.url} ({error})") from None
-            if response.status >= 300:
-                status_text = f"{response.status} {response.reason}"
-                raise error_of(self._body(response), response.status, status_text)
-            yield response
+                connection.connect()
+            except OSError as error:
+                raise self._silent(error) from None
+            with _shut_down_by_ctrl_c(connection.sock):
+                try:
+                    connection.request(method, self._address.prefix + path, data, self._headers)
+                    response = connection.getresponse()
+                except (OSError, http.client.HTTPException) as error:
+                    raise self._silent(error) from None
+                if response.status >= 300:
+                    status_text = f"{response.status} {response.reason}"
+                    raise error_of(self._body(response), response.status, status_text)
+                yield response
         finally:
             connection.close()
 
@@ -182,6 +229,9 @@ class ApiClient:
         if len(body) > MAX_ANSWER_BYTES:
             raise ApiError(f"the response is larger than {MAX_ANSWER_BYTES >> 20} MiB")
         return body
+
+    def _silent(self, error: Exception) -> ApiError:
+        return ApiError(f"no server responds at {self.url} ({error})")
 
     def _broken(self, error: Exception) -> ApiError:
         return ApiError(f"the connection to {self.url} failed: {error}", code=BROKEN)
