@@ -47,7 +47,8 @@ class Watched(Supervisor):
         super().__init__(system.on_event, reloading=system.reloading())
         self._then = then
         self.stages: list[list[str]] = []  # in which its children stop
-        self.ports: set[int] = set()  # on which this process listens when its children stop
+        # Sockets on which this process listens when its children stop, by their descriptor.
+        self.listening: dict[int, tuple[str, int]] = {}
 
     def run_until(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
         serving = len(self.children) > 1 and all(c.ready for c in self.children)
@@ -58,7 +59,8 @@ class Watched(Supervisor):
     def stop(self, stages: Sequence[Sequence[Child]], bound_s: float) -> bool:
         self.stages = [[child.name for child in stage] for stage in stages]
         sockets = psutil.Process().net_connections("tcp")
-        self.ports = {one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN}
+        listening = (one for one in sockets if one.status == psutil.CONN_LISTEN)
+        self.listening = {one.fd: (one.laddr.ip, one.laddr.port) for one in listening}
         return super().stop(stages, bound_s)
 
     def named(self, name: str) -> Child:
@@ -160,7 +162,7 @@ def test_several_gateway_processes_share_sockets_and_limits(
     (host, port), unix = first["shared"]
     assert (host, unix) == ("127.0.0.1", str(tmp_path / "api"))
     assert first["url"] == f"http://127.0.0.1:{port}"
-    assert port not in ended.ports
+    assert (host, port) not in ended.listening.values(), ended.listening
     assert (first["index"], second["index"]) == (0, 1)
     for what in ("shared", "url", "database_url", "rates"):
         assert first[what] == second[what]
