@@ -31,7 +31,10 @@ def run(name: str, first: int, count: int, on_part: Any = None) -> tuple[Counter
     called with (next seed, outcomes since the last call).
     """
     outcomes: Counter[str] = Counter()
-    environment = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE.parent / 'support'}"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{HERE.parent}:{HERE.parent / 'support'}",
+        "MALLOC_ARENA_MAX": "1",  # else the addresses that each thread reserves count as memory
+    }
     command = [sys.executable, "-m", "fuzz.child", name, str(first), str(count)]
     with TemporaryDirectory() as folder, TemporaryFile("w+") as said:
         with subprocess.Popen(
