@@ -54,6 +54,7 @@ from pdserve.text import (
     Structure,
     TemplateInput,
 )
+from pdserve.text.generation_config import GenerationDefaults
 
 pytestmark = pytest.mark.anyio
 
@@ -479,6 +480,20 @@ async def test_a_result_beyond_the_context_ends_the_answer() -> None:
             choice = await gw.choice(max_tokens=2000)
         assert choice["finish_reason"] == finish
         assert choice["message"]["content"] == ("One." if finish == "length" else "One.\n\nTwo.")
+
+
+async def test_a_later_round_may_use_the_rest_of_the_context() -> None:
+    """Neither the strict rule nor a default max_tokens bounds a round below the room it has."""
+    router = ToolModel("One." + calls("s__get"), "Two.")
+    default = ModelOverrides(override=GenerationDefaults(max_tokens=3))
+    tools = Tools(get=answers("x" * (CONTEXT_LEN - 700)))
+    async with gateway(router, tools, overrides=default, strict_max_tokens=True) as gw:
+        choice = await gw.choice(max_tokens=2000)
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "One.\n\nTwo.")
+        assert not router.starts[1].params.HasField("max_tokens")
+        router.starts.clear()
+        choice = await gw.choice(max_tokens=2000, min_tokens=2000)
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "One.")
 
 
 async def test_each_round_may_wait_but_all_share_one_deadline() -> None:
