@@ -222,7 +222,7 @@ async def test_rounds_are_streamed_in_order() -> None:
 
 async def test_an_unapproved_call_is_returned_to_the_client() -> None:
     tools = Tools(read=answers("x"), write=answers("y"))
-    for text, ours in ((calls("s__write"), 0), (calls("s__read") + calls("s__write"), 0)):
+    for text in (calls("s__write"), calls("s__read") + calls("s__write")):
         router = ToolModel("Well." + text)
         async with gateway(router, tools, approve="read") as gw:
             choice = await gw.choice()
@@ -236,7 +236,7 @@ async def test_an_unapproved_call_is_returned_to_the_client() -> None:
             for piece in chunk["choices"][0]["delta"].get("tool_calls", ())
         ]
         assert [p["function"]["name"] for p in pieces if "id" in p] == names
-        assert len(tools.called) == ours
+        assert tools.called == []
         assert len(router.starts) == 2  # one per request
 
 
@@ -265,7 +265,7 @@ async def test_the_model_sees_the_error_of_a_failed_call() -> None:
     async def broken(arguments: Mapping[str, Any]) -> ToolResult:
         raise RuntimeError("secret")
 
-    for call, told in (
+    for call, message in (
         (calls("s__fails"), "\nerror: no such city ["),
         (calls("s__broken"), "\nerror: the tool is not available at the moment ["),
         (calls("s__other"), "\nerror: this tool does not exist ["),
@@ -275,7 +275,7 @@ async def test_the_model_sees_the_error_of_a_failed_call() -> None:
         async with gateway(router, tools) as gw:
             choice = await gw.choice()
         assert choice["message"]["content"] == "Sorry."
-        assert told in router.prompt(1)
+        assert message in router.prompt(1)
         assert "secret" not in router.prompt(1)
 
 
@@ -490,7 +490,7 @@ async def test_a_later_round_may_use_the_rest_of_the_context() -> None:
     async with gateway(router, tools, overrides=default, strict_max_tokens=True) as gw:
         choice = await gw.choice(max_tokens=2000)
         assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "One.\n\nTwo.")
-        assert not router.starts[1].params.HasField("max_tokens")
+        assert router.starts[1].params.max_tokens == 0  # all room
         router.starts.clear()
         choice = await gw.choice(max_tokens=2000, min_tokens=2000)
         assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "One.")
