@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdserve.cli.options import OptionError
+from pdserve.cli.options.options import FALSE, TRUE
 
 # (name as typed, its value) -> flags of pdserve with their values; raises OptionError
 Meaning = Callable[[str, str], list[str]]
-OFF = ("off", "false", "0", "disabled")  # values of a switch
+ON = (*TRUE, "enabled")  # values of a switch
+OFF = (*FALSE, "disabled")
 
 
 @dataclass(frozen=True, slots=True)
