@@ -199,9 +199,11 @@ def test_a_missing_extra_is_named() -> None:
         "trace": ("--otlp-traces-endpoint", "http://127.0.0.1:1"),
     }
     packages = ("redis", "asyncpg", "opentelemetry.exporter")
+    commands: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+        ((), gateway + options) for options in cases.values()
+    ]
     # A dependency and no extra, which the other cases may need.
-    sqlite = (("aiosqlite",), (*gateway, "--database-url", "sqlite:///:memory:"))
-    commands = [*(((), gateway + options) for options in cases.values()), sqlite]
+    commands.append((("aiosqlite",), (*gateway, "--database-url", "sqlite:///:memory:")))
     results = run_without(packages, "pdserve.gateway.main", commands)
     ends = [*(f"{NAMES_EXTRA}{extra}]'" for extra in cases)]
     ends += ["sqlite needs aiosqlite: pip install aiosqlite"]

@@ -5,8 +5,7 @@ pdserve. Pure.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdserve.cli.options import OptionError
-from pdserve.cli.options.options import FALSE, TRUE
+from pdserve.cli.options import FALSE, TRUE, OptionError
 
 # (name as typed, its value) -> flags of pdserve with their values; raises OptionError
 Meaning = Callable[[str, str], list[str]]

@@ -10,9 +10,8 @@ from typing import Any
 from pdserve.cli.foreign.entries import OFF, ON, Entry, Implied, Lacking, Renamed, Sampling
 from pdserve.cli.foreign.lookup import find_entry
 from pdserve.cli.foreign.table import ARCHITECTURES
-from pdserve.cli.options import OptionError
+from pdserve.cli.options import OptionError, after_separator
 from pdserve.cli.options.options import Option
-from pdserve.cli.options.parser import after_separator
 
 OVERRIDE = "--override-generation-config"
 FILES = ("--f", "--weight-file", "-hff", "--hf-file")  # name a file in a repository, or a path

@@ -15,7 +15,6 @@ from builders.manifests import Manifest, parsed
 CHART = Path(__file__).parents[3] / "k8s/helm"
 RELEASE, NAMESPACE = "pdserve", "llm"
 Values = dict[str, Any]
-
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct@12fd25f77366fa6b3b4b768ec3050bf629380bac"
 GATEWAY_API = {
     "enabled": True,
@@ -78,10 +77,10 @@ class Chart:
     def texts(self, values: Values | None = None, release: str = RELEASE) -> dict[str, str]:
         """Return what each template renders, by its file name. Raises ValueError if Helm refuses
         the values."""
-        key = json.dumps(values or {}), release
-        if key not in self._rendered:
-            self._rendered[key] = self._pool.submit(_render, *key).result()
-        return self._rendered[key]
+        text = json.dumps(values or {})
+        if (text, release) not in self._rendered:
+            self._rendered[text, release] = self._pool.submit(_render, text, release).result()
+        return self._rendered[text, release]
 
     def objects(self, values: Values | None = None, release: str = RELEASE) -> list[Manifest]:
         """Return the objects that Helm applies, those of hooks included."""
