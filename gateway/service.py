@@ -249,7 +249,10 @@ class Service:
     ) -> PreparedCompletion:
         """Return the completion for the next turn of a tool loop. Raises ServiceError."""
         owner = completion.tenant
-        (prompt,), sampling, form = await self._prompts(request, completion.model, owner)
+        # The client cannot know the length of this prompt: the context cuts max_tokens.
+        lenient = replace(completion.model.preparation, strict=False)
+        model = replace(completion.model, preparation=lenient)
+        (prompt,), sampling, form = await self._prompts(request, model, owner)
         await self.rates.count_tokens(owner, len(prompt.ids))
         completion.meter.next_turn(len(prompt.ids))
         elapsed_s = self.clock() - completion.meter.arrived

@@ -144,8 +144,8 @@ class GatewaySettings(PromptSettings, PublicSettings):
     override_generation_config: str = option(
         "",
         "JSON object of sampling defaults that replace individual values, e.g. "
-        '\'{"temperature": 0.7, "max_new_tokens": 512}\'; max_new_tokens is the maximum of every '
-        "request's max_tokens",
+        '\'{"temperature": 0.7, "max_new_tokens": 512}\'; max_tokens is the default of requests, '
+        "max_new_tokens the maximum of every request's max_tokens",
     )
     strict_max_tokens: bool = option(
         False,

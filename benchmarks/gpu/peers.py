@@ -17,7 +17,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,12 +124,8 @@ class Pdserve:
             make_recorder,
             random_decoder,
         )
-        from sequences import BLOCK_SIZE, make_pool
+        from served_engine import ServedEngine
 
-        from pdserve.engine.engine import Engine
-        from pdserve.engine.kv import blocks_for
-        from pdserve.engine.scheduling import EngineLimits
-        from pdserve.engine.thread import EngineThread
         from pdserve.kernels.cuda.sampling import CudaSampling
 
         device = "cpu" if fake else "cuda"
@@ -141,37 +136,16 @@ class Pdserve:
         stream = None if fake else torch.cuda.current_stream()
         real, tiny = {"qwen": (QWEN3_0_6B, FAKE_QWEN3), "llama": (LLAMA_8B, FAKE_LLAMA)}[model]
         decoder = random_decoder(tiny if fake else real, device, stream=stream)
-        lens = (len(one.ids) + one.new_tokens + 1 for one in largest)
-        num_blocks = sum(blocks_for(tokens, BLOCK_SIZE) + 1 for tokens in lens)
-        kv = make_pool(device, decoder.kv_groups, num_blocks)
-        rows = len(largest)
-        decoder.record(make_recorder(device), kv, rows)
-        limits = EngineLimits(
-            vocab_size=decoder.config.vocab_size,
-            context_len=decoder.config.context_len,
-            block_size=BLOCK_SIZE,
-            num_blocks=num_blocks,
-            max_running=rows,
+        self._served = ServedEngine(
+            decoder,
+            device,
+            [len(one.ids) + one.new_tokens for one in largest],
+            recorder=make_recorder(device),
+            sampling=CudaSampling(stream),
             chunk_size=64 if fake else 8192 if model == "llama" else 2048,
             step_tokens=0 if fake or model == "llama" else 8192,
         )
-        engine = Engine(decoder, kv, limits, CudaSampling(stream), prefix_cache=False)
-        self._thread = EngineThread(engine, self._on_step)
-        self._open = 0
-        self._failed: list[str] = []
-        self._ended = threading.Event()
         self._names = iter(range(1 << 30))
-        self._thread.start()
-
-    def _on_step(self, step: Any) -> None:
-        from pdserve.engine.api import Finished, RequestFailed
-
-        for event in step.events:
-            self._open -= isinstance(event, Finished | RequestFailed)
-            if isinstance(event, RequestFailed):
-                self._failed.append(event.message)
-        if not self._open:
-            self._ended.set()
 
     def run(self, prompts: list[Prompt]) -> float:
         from pdserve.engine.api import Request, SamplingParams
@@ -185,16 +159,10 @@ class Pdserve:
             )
             for number, one in enumerate(prompts)
         ]
-        self._open, self._ended = len(requests), threading.Event()
-        started = time.perf_counter()
-        self._thread.post(lambda engine: [engine.submit(one) for one in requests]).result()
-        self._ended.wait()
-        if self._failed:
-            raise RuntimeError(self._failed[0])
-        return time.perf_counter() - started
+        return self._served.run(requests)
 
     def close(self) -> None:
-        self._thread.close()
+        self._served.close()
 
 
 class Vllm:

@@ -5,11 +5,12 @@ pdserve. Pure.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdserve.cli.options import OptionError
+from pdserve.cli.options import FALSE, TRUE, OptionError
 
 # (name as typed, its value) -> flags of pdserve with their values; raises OptionError
 Meaning = Callable[[str, str], list[str]]
-OFF = ("off", "false", "0", "disabled")  # values of a switch
+ON = (*TRUE, "enabled")  # values of a switch
+OFF = (*FALSE, "disabled")
 
 
 @dataclass(frozen=True, slots=True)

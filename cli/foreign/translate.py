@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
-from pdserve.cli.foreign.entries import OFF, Entry, Implied, Lacking, Renamed, Sampling
+from pdserve.cli.foreign.entries import OFF, ON, Entry, Implied, Lacking, Renamed, Sampling
 from pdserve.cli.foreign.lookup import find_entry
 from pdserve.cli.foreign.table import ARCHITECTURES
-from pdserve.cli.options import OptionError
+from pdserve.cli.options import OptionError, after_separator
 from pdserve.cli.options.options import Option
 
 OVERRIDE = "--override-generation-config"
@@ -66,6 +66,10 @@ class _Line:
             word = remaining.pop(0)
             if word == "--":
                 self._tail = [word, *remaining]
+                after = remaining[0].partition("=")[0] if remaining else ""
+                is_word = after[:1] == "-" and " " not in after
+                if is_word and find_entry(after, self._command):
+                    raise after_separator(after)
                 return
             name, equals, value = word.partition("=")
             entry = find_entry(name, self._command) if word[:1] == "-" else None
@@ -196,6 +200,10 @@ def _values(
     if isinstance(entry, Lacking):
         return  # it is refused, whatever follows
     if equals:
+        if takes == "nothing" and value.lower() not in (*ON, *OFF):
+            raise OptionError(f"{name}: {value!r} is not true or false")
+        if isinstance(entry, Implied) and takes == "optional" and value.lower() not in SWITCHES:
+            raise OptionError(f"{name}: {value!r} is not on, off or auto")
         yield value
     elif takes == "optional":
         if remaining and remaining[0].lower() in SWITCHES:

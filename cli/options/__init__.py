@@ -4,7 +4,9 @@ environment variables and files.
 
 from pdserve.cli.options.options import (
     ENV_PREFIX,
+    FALSE,
     MASK,
+    TRUE,
     CommandError,
     OptionError,
     Settings,
@@ -12,7 +14,7 @@ from pdserve.cli.options.options import (
     render,
     resolve,
 )
-from pdserve.cli.options.parser import Positional, Section, did_you_mean, parse
+from pdserve.cli.options.parser import Positional, Section, after_separator, did_you_mean, parse
 from pdserve.cli.options.settings import (
     DEFAULT_URL,
     MAX_TEMPERATURE,

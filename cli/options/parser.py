@@ -125,7 +125,8 @@ def parse(
                 seen.add(option.name)
                 _add(group, option)
     check_flags(prog, arguments, parser.flags, explain)
-    values = vars(parser.parse_intermixed_args(list(arguments)))
+    options = [option for section in sections for option in section.options]
+    values = vars(parser.parse_intermixed_args(_without_switch_values(options, arguments)))
     return Words(
         flags={name: values[name] for name in seen if name in values},
         positionals={p.name: values[_dest(p)] for p in positionals},
@@ -141,13 +142,17 @@ def check_flags(
     prog: str, arguments: Sequence[str], flags: Collection[str], explain: Callable[[str], str]
 ) -> None:
     """Raise OptionError for the first word of a command line that looks like a flag but is not one
-    of `flags`; the message has what `explain` returns, or else suggests a similar flag.
+    of `flags`; the message has what `explain` returns, or else suggests a similar flag. Also raise
+    it if the first word after `--` is one of `flags`.
 
     A known flag in the place of another flag's value is not reported here; argparse reports it.
     """
-    for argument in arguments:
+    for index, argument in enumerate(arguments):
         name = argument.partition("=")[0]
         if argument == "--":
+            for after in arguments[index + 1 : index + 2]:
+                if (flag := after.partition("=")[0]) in flags:
+                    raise after_separator(flag)
             return
         stripped = argument.lstrip("-")
         is_flag = argument.startswith("-") and stripped[:1].isalpha() and " " not in name
@@ -156,6 +161,36 @@ def check_flags(
         hint = explain(name) or did_you_mean(name, flags)
         hint = hint or f"; `{prog} --help` lists the options"
         raise OptionError(f"option {name} is unknown{hint}")
+
+
+def after_separator(flag: str) -> OptionError:
+    """Return the error for an option that follows `--`."""
+    return OptionError(
+        f"{flag} comes after `--`, where no word is an option; put options before `--`, or quote "
+        "the whole text that begins with this word"
+    )
+
+
+def _without_switch_values(options: Sequence[Option], arguments: Sequence[str]) -> list[str]:
+    """Replace --NAME=true and --NAME=false of boolean options, which argparse does not accept, by
+    --NAME and --no-NAME. Raises OptionError for other values."""
+    switches = {o.flag: o for o in options if o.kind is bool and not o.repeated}
+    switches |= {_negative(o): o for o in switches.values()}
+    words = list(arguments)
+    for index, word in enumerate(words):
+        if word == "--":
+            break
+        name, equals, value = word.partition("=")
+        if equals and name in switches:
+            option = switches[name]
+            is_on = option.parse(value, name) is (name == option.flag)
+            words[index] = option.flag if is_on else _negative(option)
+    return words
+
+
+def _negative(option: Option) -> str:
+    """Return the flag that turns a boolean option off."""
+    return "--no-" + option.flag.removeprefix("--")
 
 
 def did_you_mean(name: str, flags: Collection[str]) -> str:
@@ -174,8 +209,7 @@ def _add(group: Any, option: Option) -> None:
     if option.kind is bool and not option.repeated:
         group.add_argument(option.flag, action="store_const", const="true", **common)
         common["help"] = argparse.SUPPRESS
-        negative = "--no-" + option.flag.removeprefix("--")
-        group.add_argument(negative, action="store_const", const="false", **common)
+        group.add_argument(_negative(option), action="store_const", const="false", **common)
         return
     action = "append" if option.repeated else "store"
     group.add_argument(option.flag, action=action, metavar=_metavar(option), **common)
@@ -197,7 +231,7 @@ def _help(option: Option) -> str:
     if option.repeated:
         notes.append("repeatable")
     if option.kind is bool:
-        on = f"on; --no-{option.flag[2:]} turns it off"
+        on = f"on; {_negative(option)} turns it off"
         notes.append(f"default: {on if option.default else 'off'}")
     elif option.default not in ("", ()):
         notes.append(f"default: {option.default}")

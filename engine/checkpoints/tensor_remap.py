@@ -94,7 +94,8 @@ class View:
         if self.matrix:
             if stored[:1] != (self.matrix.of,):
                 raise CheckpointError(
-                    f"tensor {self.source} is {list(stored)}, config says {self.matrix.of} matrices"
+                    f"tensor {self.source} is {list(stored)}; "
+                    f"the config says {self.matrix.of} matrices"
                 )
             shape = shape[1:]
         if self.heads:
@@ -114,7 +115,7 @@ class View:
 
     def _mismatch(self, stored: tuple[int, ...], heads: int, rows: int) -> CheckpointError:
         return CheckpointError(
-            f"tensor {self.source} is {list(stored)}, config says {heads} heads of {rows} rows"
+            f"tensor {self.source} is {list(stored)}; the config says {heads} heads of {rows} rows"
         )
 
     def format(self, stored: str) -> str:

@@ -119,7 +119,7 @@ def check_names(
     for name in sorted(present & shapes.keys()):
         stored = checkpoint.layout(name).shape
         if stored != shapes[name]:
-            problems.append(f"{name} is {list(stored)}, config says {list(shapes[name])}")
+            problems.append(f"{name} is {list(stored)}; the config says {list(shapes[name])}")
             break
     if problems:
         raise CheckpointError("the model does not match its config: " + "; ".join(problems))

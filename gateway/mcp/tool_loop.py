@@ -288,20 +288,17 @@ class McpToolLoop:
     ) -> PreparedCompletion | None:
         """Prepare the next turn for a conversation extended by the last turn's calls and results.
         The answer has `num_tokens` so far and may have `remaining` more; None: no limit. Returns
-        None if the prompt does not fit in the model's context."""
+        None if the context has no room for the prompt and an answer of min_tokens."""
         request = self._request
-        sampling = replace(
-            request.sampling, min_tokens=max(0, request.sampling.min_tokens - num_tokens)
+        min_tokens = max(0, request.sampling.min_tokens - num_tokens)
+        following = replace(
+            request,
+            conversation=replace(request.conversation, messages=messages),
+            sampling=replace(request.sampling, min_tokens=min_tokens, max_tokens=remaining),
         )
-        for limit in dict.fromkeys((remaining, None)):  # None: the rest of the context
-            following = replace(
-                request,
-                conversation=replace(request.conversation, messages=messages),
-                sampling=replace(sampling, max_tokens=limit),
-            )
-            try:
-                return await self._next_turn(completion, following, number)
-            except ServiceError as error:
-                if error.code != CONTEXT_LENGTH_EXCEEDED:
-                    raise
-        return None
+        try:
+            return await self._next_turn(completion, following, number)
+        except ServiceError as error:
+            if error.code == CONTEXT_LENGTH_EXCEEDED or error.param == "min_tokens":
+                return None
+            raise

@@ -20,7 +20,7 @@ SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"  # token, ca.c
 CONNECT_S = 5.0
 ANSWER_S = 30.0  # between two bytes of the response to `send`
 MAX_BYTES = 64 << 20  # of a response; etcd has no object of more than 2 MiB
-# Detects a peer whose machine is gone in 25 s.
+# Detects within 25 s that the machine of a peer has failed.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 

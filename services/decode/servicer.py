@@ -60,9 +60,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServicer):
             case "stay":
                 self._core.unfreeze(session, command.stay.attempt)
             case _:
-                log.warning(
-                    "the decode worker ignored a router's command that its version does not know"
-                )
+                log.warning("the decode worker ignored a router's command that it does not support")
 
 
 class DecodeRole(WorkerRole[DecodeSettings, DecodeCore, DecodeRuntime]):

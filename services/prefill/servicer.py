@@ -53,7 +53,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillServicer):
                 self._core.cancel(session, command.cancel.attempt)
             case _:
                 log.warning(
-                    "ignored a router's command of a kind that this version of the worker lacks"
+                    "the prefill worker ignored a router's command that it does not support"
                 )
 
 

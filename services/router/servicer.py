@@ -356,8 +356,12 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         request_iterator: AsyncIterator[fleet_pb2.WorkerReport],
         context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> AsyncIterator[fleet_pb2.JoinReply]:
-        hello = (await anext(request_iterator, fleet_pb2.WorkerReport())).hello
+        first = await anext(request_iterator, fleet_pb2.WorkerReport())
+        hello = first.hello
         try:
+            if not first.HasField("hello"):
+                text = "the first report of a Join call must be `hello`"
+                raise ServiceError(common_pb2.INVALID_ARGUMENT, text, "hello")
             self._versions.check(hello.protocol, f"worker {hello.address}")
             check_hello(hello)
             if not self._access.may_be(context, ROLES[hello.role]):

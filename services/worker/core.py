@@ -79,8 +79,9 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
         context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> AsyncGenerator[list[Any], None]:
         """Serve a router's Session call: process its commands, and yield batches of events for it.
-        `carry_out` receives the session, each command except `hello` and `ids_part`, and the
-        collector of the token ids that the router sends in parts before a command."""
+        The first command must be `hello`. `carry_out` receives the session, each later command
+        except `ids_part`, and the collector of the token ids that the router sends in parts before
+        a command."""
         if self._runtime is None:
             await abort(context, ServiceError(pb.UNAVAILABLE, "the model is still loading"))
         session = RouterSession(self._new_outbox(), context.peer())
@@ -109,11 +110,16 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
         session: RouterSession[OutboxT],
     ) -> None:
         ids = IdsCollector()
+        first = await anext(commands, None)
+        if first is None:
+            return
+        if not first.HasField("hello"):
+            text = "the first command of a Session call must be `hello`"
+            raise ServiceError(pb.INVALID_ARGUMENT, text, "hello")
+        self._opened(session, first.hello)
         async for command in commands:
             if command.HasField("ids_part"):
                 ids.collect(command.ids_part)
-            elif command.HasField("hello"):
-                self._opened(session, command.hello)
             else:
                 carry_out(session, command, ids)
 

@@ -201,8 +201,8 @@ def test_a_dataset_gives_the_requests(
     file.write_text(f'{json.dumps({"messages": hi, "max_tokens": 3})}\n\n{{"prompt": "ho"}}\n')
     code, figures = bench(server, tmp_path, *words, "--endpoint", "chat")
     assert (code, figures["dataset"], figures["input_tokens"]) == (0, str(file), None)
-    asked = [(body["messages"], body["max_tokens"]) for body in server.requests]
-    assert asked == [(hi, 3), ([{"role": "user", "content": "ho"}], 64)]
+    requests = [(body["messages"], body["max_tokens"]) for body in server.requests]
+    assert requests == [(hi, 3), ([{"role": "user", "content": "ho"}], 64)]
 
     turns = [{"from": "gpt", "value": "no"}, {"from": "human", "value": "yes"}]
     file.write_text(json.dumps([{"conversations": []}, {"conversations": turns}]))

@@ -229,11 +229,11 @@ def test_a_run_stopped_by_ctrl_c_resumes(server: ApiServer, tmp_path: Path) -> N
         wait_until(lambda: out.exists() and len(results(out)) == 15, "results")
         process.send_signal(signal.SIGINT)
         assert process.stderr
-        told = process.stderr.read()
+        errors = process.stderr.read()
     assert process.returncode == STOPPED
-    assert "15 of 40 lines" in told
-    assert "run the same command again to resume" in told
-    assert "Traceback" not in told
+    assert "15 of 40 lines" in errors
+    assert "run the same command again to resume" in errors
+    assert "Traceback" not in errors
     server.go_on.set()
     assert subprocess.run(command, check=False).returncode == 0
     assert results(out).keys() == {str(n) for n in range(count)}

@@ -206,6 +206,12 @@ LINES: list[tuple[str, Mapping[str, Any] | str]] = [
     ),
     ("up m --device auto --cpu=false --embedding=false", {"device": "auto", "task": "auto"}),
     ("up m --embedding=true", {"task": "embed"}),
+    ("up m --embedding=no", {"task": "auto"}),
+    ("up m --cpu=maybe", "--cpu: 'maybe' is not true or false"),
+    ("up m --cpu=", "--cpu: '' is not true or false"),
+    ("up m --enable-prefix-caching=maybe", "'maybe' is not true or false"),
+    ("up m --flash-attn=maybe", "--flash-attn: 'maybe' is not on, off or auto"),
+    ("up m --flash-attn=auto --enforce-eager=false", {"enforce_eager": False}),
     ("up m -n 99", {OVERRIDE: {"max_tokens": 99}}),
     ("up m -n -1", {OVERRIDE: ""}),
     ("up m --no-trust-remote-code", {"model": ("m",)}),
@@ -261,9 +267,24 @@ def test_words_after_the_separator_are_no_options() -> None:
     assert find("chat", ["--", "-m", "o/x"]).name == "chat"
     assert find("up", ["--", "--prompts"]).name == "up"
     options = [option for section in COMMANDS["run"].sections() for option in section.options]
-    words = translate("run", options, ["-m", "o/x", "--temp", "0", "--", "-m", "hello"])
+    words = translate("run", options, ["-m", "o/x", "--", "What", "--temperature"])
     assert words[:2] == ["--model", "o/x"]
-    assert words[-3:] == ["--", "-m", "hello"]
+    assert words[-3:] == ["--", "What", "--temperature"]
+
+
+def test_an_option_after_the_separator_is_refused() -> None:
+    for line in (
+        "run m -- --temperature 0.5",
+        "run m hello -- --temperature=0.5",
+        "run m -- --top-k 3",
+        "chat -- --system x",
+        "up m -- --decode 2",
+    ):
+        _, sentence = outcome(line.split())
+        assert "comes after `--`, where no word is an option; put options before" in sentence, line
+    question = "--temperature 0 is greedy?"
+    values, _ = outcome(["run", "m", "--temperature", "0.5", "--", question])
+    assert (values["temperature"], values["prompt"]) == (0.5, [question])
 
 
 MISTYPED = [

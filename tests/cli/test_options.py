@@ -101,7 +101,13 @@ def test_booleans() -> None:
     built = settle(["--no-cache", "--debug"]).build(Server)
     assert (built.cache, built.debug) == (False, True)
     assert settle([], {"PDSERVE_DEBUG": "ON"}).build(Server).debug
-    assert "true or false" in refusal(environ={"PDSERVE_DEBUG": "maybe"})
+    built = settle(["--cache=False", "--no-debug=off"]).build(Server)
+    assert (built.cache, built.debug) == (False, True)
+    sentence = "--debug: 'maybe' is not true or false"
+    assert refusal("--debug=maybe") == sentence
+    assert refusal("--no-debug=") == "--debug (from --no-debug): '' is not true or false"
+    from_environment = sentence.replace(":", " (from PDSERVE_DEBUG):", 1)
+    assert refusal(environ={"PDSERVE_DEBUG": "maybe"}) == from_environment
 
 
 def test_a_shared_option_fills_both_groups() -> None:

@@ -20,8 +20,8 @@ JSON_OPTIONS = ("override_generation_config",)
 
 def rows(page: Path) -> Iterator[tuple[str, str, str]]:
     for row in ROW.finditer(page.read_text()):
-        theirs, ours, sentence = (text and text.replace(r"\|", "|") for text in row.groups())
-        yield theirs, ours, sentence
+        foreign, own, sentence = (text and text.replace(r"\|", "|") for text in row.groups())
+        yield foreign, own, sentence
 
 
 def own_words(command: str) -> list[str]:
@@ -46,11 +46,11 @@ def meaning(words: list[str]) -> dict[str, Any]:
 def test_commands_mean_the_same(page: Path, subtests: pytest.Subtests) -> None:
     found = list(rows(page))
     assert len(found) >= 5
-    for theirs, ours, sentence in found:
-        with subtests.test(theirs):
-            if ours:
-                assert meaning(own_words(theirs)) == meaning(shlex.split(ours)[1:])
+    for foreign, own, sentence in found:
+        with subtests.test(foreign):
+            if own:
+                assert meaning(own_words(foreign)) == meaning(shlex.split(own)[1:])
             else:
                 with pytest.raises(OptionError) as refusal:
-                    meaning(own_words(theirs))
+                    meaning(own_words(foreign))
                 assert sentence in str(refusal.value).replace("\n", " ")

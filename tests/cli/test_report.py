@@ -246,7 +246,7 @@ def test_data_that_a_gateway_refuses_is_reported_missing(refusing: str) -> None:
     files = report("--url", refusing)
     summary = files["summary.txt"].decode()
     for path in ("/metrics?fleet=true", "/fleet/state", "/health"):
-        (line,) = [told for told in summary.splitlines() if told.startswith(f"gateway {path}: ")]
+        (line,) = [text for text in summary.splitlines() if text.startswith(f"gateway {path}: ")]
         assert line.startswith(f"gateway {path}: MISSING: 401: ")
         assert "--api-key" in line
     assert [name for name in files if name.startswith("gateway/")] == ["gateway/ready.json"]

@@ -9,10 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from fakes.kubernetes import FakeKubernetes
+from fakes.kubernetes import FakeKubernetes, in_pod
 
 from pdserve.cli.main import main
-from pdserve.services.common import kubernetes_api
 from pdserve.services.common.auth import certificates
 from pdserve.services.common.auth.access import TlsAccess
 from pdserve.services.common.auth.certificates import (
@@ -113,13 +112,8 @@ def test_certificates_that_end_soon_or_do_not_verify_are_replaced(
 
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKubernetes]:
-    made = FakeKubernetes(tmp_path)
-    made.start()
-    for name, value in made.environ.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(kubernetes_api, "SERVICE_ACCOUNT", str(tmp_path))
-    yield made
-    made.stop()
+    with in_pod(tmp_path, monkeypatch) as server:
+        yield server
 
 
 def test_certificates_as_secrets(api: FakeKubernetes) -> None:
@@ -146,7 +140,12 @@ def test_secrets_that_cannot_be_written(
     api.secrets["half-ca"] = {"data": {"tls.crt": ""}}
     refused = [(403, {})]
     for target, answers, code, said in (
-        ("kubernetes:///pd", refused, 1, "403: told to say 403; the pod's service account needs"),
+        (
+            "kubernetes:///pd",
+            refused,
+            1,
+            "scripted status 403; the pod's service account needs",
+        ),
         ("kubernetes:///half", [], 1, "Secret half-ca has no tls.key"),
         ("kubernetes://pd", [], 2, "is not kubernetes:///PREFIX"),
         ("kubernetes:///Pd", [], 2, "is not kubernetes:///PREFIX"),

@@ -1,6 +1,5 @@
 """Nothing on the native backend imports torch; errors of code that needs it name the extra."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 from builders.engine_kit import ask
 from builders.tiny_models import write_tiny
 from systems.fleet import Fleet
+from systems.forked_commands import run_without
 
 LLM = """
 import sys
@@ -18,13 +18,6 @@ with LLM(sys.argv[1], kv_tokens=512) as llm:
     result = llm.generate("Hello")[0]
     assert len(result.outputs[0].token_ids) > 0
 print(sorted({"torch", "grpc", "fastapi"} & {name.split(".")[0] for name in sys.modules}))
-"""
-
-BLOCKED = """
-import sys
-sys.modules["torch"] = None
-from pdserve.cli.main import main
-sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -66,24 +59,19 @@ def has_torch(process: psutil.Process) -> bool:
     return any("libtorch" in mapped.path for mapped in process.memory_maps())
 
 
-@pytest.mark.parametrize(
-    ("options", "extras"),
-    [
+def test_without_torch_the_extra_is_named(model: Path) -> None:
+    cases = (
         (["--kernels", "reference"], "torch"),
         (["--weights", "float32"], "torch"),
         (["--device", "cuda"], "torch,cuda"),
-    ],
-)
-def test_without_torch_the_extra_is_named(options: list[str], extras: str, model: Path) -> None:
-    command = ["decode", "--model", str(model), "--routers", "127.0.0.1:9", *options]
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKED, *command],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PDSERVE_CLUSTER_SECRET": "x" * 32},
     )
-    assert done.returncode == 1
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("pdserve: ")]
-    assert " ".join(options) in line
-    assert line.endswith(f"needs torch: pip install 'pdserve[{extras}]'")
+    command = ["decode", "--model", str(model), "--routers", "127.0.0.1:9"]
+    commands = [((), command + options) for options, _ in cases]
+    results = run_without(
+        ["torch"], "pdserve.services.decode.servicer", commands, PDSERVE_CLUSTER_SECRET="x" * 32
+    )
+    for (code, text), (options, extras) in zip(results, cases, strict=True):
+        assert code == 1
+        (line,) = [line for line in text.splitlines() if line.startswith("pdserve: ")]
+        assert " ".join(options) in line
+        assert line.endswith(f"needs torch: pip install 'pdserve[{extras}]'")

@@ -99,8 +99,8 @@ def test_traces_reach_the_collector_of_the_overlay(
     for role in services:
         assert default(watched[role]["build"]["args"]["CONTROL_EXTRAS"]) in extras
         known = {o.env: o for s in COMMANDS[role].sections() for o in s.options}
-        told = {n: default(value) for n, value in watched[role]["environment"].items()}
-        parsed = {name: known[name].parse(value, name) for name, value in told.items()}
+        defaults = {n: default(value) for n, value in watched[role]["environment"].items()}
+        parsed = {name: known[name].parse(value, name) for name, value in defaults.items()}
         assert parsed["PDSERVE_OTLP_TRACES_ENDPOINT"] == "http://collector:4318"
         assert parsed["PDSERVE_OTLP_TRACES_SAMPLE"] == 1.0
     (config,) = watched["collector"]["volumes"]
@@ -177,8 +177,8 @@ def test_containers_have_no_privileges_and_have_limits(
                 assert "privileged" not in service, name
                 assert service["pids_limit"] > 0, name
                 assert re.fullmatch(r"\d+[mg]", default(service["mem_limit"])), name
-                ours = service["image"].startswith("pdserve-")
-                if ours:
+                is_own = service["image"].startswith("pdserve-")
+                if is_own:
                     assert service["tmpfs"] == ["/tmp"], name
                 else:
                     assert re.fullmatch(IMAGE, service["image"]), "a version"

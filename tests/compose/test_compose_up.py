@@ -106,8 +106,8 @@ def test_a_second_pool_takes_over_from_the_first(project: Project, client: ApiCl
     of_new = completions(client)
     assert [project.exit_code(container) for container in first] == [0, 0, 0]
     assert sum(a != b for a, b in zip(of_old, of_new, strict=True)) > NUM_STREAMS // 2
-    told = [text in both for text, *both in zip(answers, of_old, of_new, strict=True)]
-    assert all(told), "an answer mixes tokens of both models"
+    matches = [text in both for text, *both in zip(answers, of_old, of_new, strict=True)]
+    assert all(matches), "an answer mixes tokens of both models"
     project.compose("up", "--detach", "--wait", "--no-build", *pools[0], timeout_s=600)
     project.compose("stop", *pools[1], timeout_s=180)
     project.compose("rm", "--force", *pools[1])

@@ -70,8 +70,8 @@ def test_labels(built: DockerEngine, image: str) -> None:
 def test_both_images_report_the_revision_of_their_sources(built: DockerEngine) -> None:
     """The project's builds pass no commit, so the revision is a digest of the sources."""
     code = "from pdserve.services.common.metrics import process_metrics as p; print(p.commit())"
-    (told,) = {shell(built, image, code).strip() for image in IMAGES}
-    assert re.fullmatch("sources-[0-9a-f]{16}", told)
+    (revision,) = {shell(built, image, code).strip() for image in IMAGES}
+    assert re.fullmatch("sources-[0-9a-f]{16}", revision)
 
 
 def components(engine: DockerEngine, image: str) -> dict[str, str]:
@@ -92,11 +92,11 @@ def test_the_sbom_lists_the_installed_python_packages(built: DockerEngine, image
 @pytest.mark.parametrize("image", IMAGES)
 def test_the_sbom_lists_the_installed_debian_packages(built: DockerEngine, image: str) -> None:
     text = shell(built, image, "print(open('/opt/pdserve/sbom-debian.json').read())")
-    told = [part["name"] for part in json.loads(text)["components"]]
+    listed = [part["name"] for part in json.loads(text)["components"]]
     code = "import subprocess; print(subprocess.check_output(['dpkg-query', '-W'], text=True))"
     lines = shell(built, image, code).split("\n")
     installed = {line.split("\t")[0].partition(":")[0] for line in lines if line.strip()}
-    assert set(told) == installed | {"python"}
+    assert set(listed) == installed | {"python"}
 
 
 @pytest.mark.parametrize("image", IMAGES)

@@ -78,17 +78,17 @@ def test_a_failed_step_on_a_working_device_fails_its_requests() -> None:
 
 
 def test_scheduled_is_sent_once_and_before_the_first_chunk_is_computed() -> None:
-    listener, told = Listener(), list[int]()
+    listener, counts = Listener(), list[int]()
 
     class Watched(FakeDecoder):
         def forward(self, batch, kv):  # type: ignore[no-untyped-def]
-            told.append(len(of(listener.events, Scheduled, "a")))
+            counts.append(len(of(listener.events, Scheduled, "a")))
             return super().forward(batch, kv)
 
     with running(fake_engine(model=Watched(fake_spec())), listener) as thread:
         thread.post(lambda e: e.submit(ask("a", range(9))))
         listener.wait_for("a")
-    assert told[0] == 1
+    assert counts[0] == 1
     assert len(of(listener.events, Scheduled)) == 1
     assert len(of(listener.events, Finished)) == 1
 

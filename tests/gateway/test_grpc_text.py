@@ -251,9 +251,9 @@ async def test_remaining_rates_are_in_the_trailers(make_channel):
     text = TextStub(await make_channel(FakeRouter(saying("hello")), rates=rates))
     call = text.Chat(ChatRequest(messages=HI))
     assert [chunk async for chunk in call]
-    told = dict(await call.trailing_metadata())
-    assert told["x-ratelimit-remaining-requests"] == "0"
-    assert 0 < int(told["x-ratelimit-remaining-tokens"]) < 1000
+    trailers = dict(await call.trailing_metadata())
+    assert trailers["x-ratelimit-remaining-requests"] == "0"
+    assert 0 < int(trailers["x-ratelimit-remaining-tokens"]) < 1000
     refused = text.Chat(ChatRequest(messages=HI))
     with pytest.raises(grpc.aio.AioRpcError, match="requests per minute"):
         await refused.read()
@@ -265,8 +265,8 @@ async def test_a_trace_context_is_continued_through_metadata(make_channel):
     text = TextStub(await make_channel(router, tracer=tracer))
     call = text.Chat(ChatRequest(messages=HI), metadata=(("traceparent", CLIENT),))
     assert [chunk async for chunk in call]
-    told = dict(await call.trailing_metadata())
+    trailers = dict(await call.trailing_metadata())
     span = tracer.spans()["request"]
     assert (trace_of(span), parent_of(span)) == (CLIENT[3:35], CLIENT[36:52])
-    assert told["traceparent"] == router.starts[0].trace_parent
-    assert told["traceparent"] == f"00-{CLIENT[3:35]}-{own_id(span)}-01"
+    assert trailers["traceparent"] == router.starts[0].trace_parent
+    assert trailers["traceparent"] == f"00-{CLIENT[3:35]}-{own_id(span)}-01"

@@ -16,11 +16,11 @@ def page(registry: CollectorRegistry) -> list[str]:
 
 @pytest.mark.parametrize("models", [[], ["a"], ["a", 'b"\n']])
 def test_its_output_equals_that_of_the_library(models: list[str]) -> None:
-    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    registry, reference = CollectorRegistry(), CollectorRegistry()
     mine = MemoryHistogram("gap_seconds", "Between two.", BOUNDS)
-    ours.register(mine)
+    registry.register(mine)
     other = Histogram(
-        "gap_seconds", "Between two.", ("model_name",), registry=theirs, buckets=BOUNDS
+        "gap_seconds", "Between two.", ("model_name",), registry=reference, buckets=BOUNDS
     )
     for n, model in enumerate(models, 1):
         seen, same = mine.of(model), other.labels(model)
@@ -28,5 +28,5 @@ def test_its_output_equals_that_of_the_library(models: list[str]) -> None:
             seen.observe(value, times * n)
             for _ in range(times * n):
                 same.observe(value)
-    assert page(ours) == page(theirs)
-    assert len(page(ours)) == 2 + 6 * len(models)
+    assert page(registry) == page(reference)
+    assert len(page(registry)) == 2 + 6 * len(models)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from builders.manifests import NO_KUBECTL, SOURCES, Workload, workloads
+from builders.manifests import NO_KUBECTL, SOURCES, Workload, parsed, workloads
 
 CONTROL = f"localhost:5000/team/pdserve-control@sha256:{'c' * 64}"
 WORKER = f"localhost:5000/team/pdserve-worker@sha256:{'d' * 64}"
@@ -78,7 +78,7 @@ def test_another_overlay_can_use_the_digests(folder: Path, overlay: str) -> None
     path.write_text(yaml.safe_dump(wanted))
     done = subprocess.run(["kubectl", "kustomize", path.parent], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = workloads([*yaml.safe_load_all(done.stdout)])
+    found = workloads(parsed(done.stdout))
     images = {c["image"] for workload in found for c in workload.every_container}
     assert images == ({CONTROL, WORKER} if overlay == "cpu" else {WORKER})
 
@@ -90,7 +90,7 @@ def job(folder: Path) -> Workload:
     """Return the Job of the overlay `release` in its current state."""
     command = ["kubectl", "kustomize", str(folder / "overlays/release")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    (found,) = [w for w in workloads([*yaml.safe_load_all(done.stdout)]) if w.kind == "Job"]
+    (found,) = [w for w in workloads(parsed(done.stdout)) if w.kind == "Job"]
     return found
 
 

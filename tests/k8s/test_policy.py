@@ -228,7 +228,7 @@ BREACHES: list[tuple[Rule, str, Callable[[Any], None], str]] = [
         remove(f"{POD}|initContainers|0|securityContext|allowPrivilegeEscalation"),
         "gain",
     ),
-    (pods.rights, "Issuer", put("kind", "ClusterRole"), "ours"),
+    (pods.rights, "Issuer", put("kind", "ClusterRole"), "may not be created"),
     (
         pods.variables,
         "Deployment router",

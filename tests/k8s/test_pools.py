@@ -17,6 +17,7 @@ from builders.manifests import (
     TOGETHER,
     Manifest,
     of_kind,
+    parsed,
     rendered,
     selects,
     workloads,
@@ -124,7 +125,7 @@ def test_commands_in_the_upgrade_guide_name_existing_objects(manifests: list[Man
 def kustomized(folder: Path) -> list[Manifest]:
     done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return [*yaml.safe_load_all(done.stdout)]
+    return parsed(done.stdout)
 
 
 REPEATED = re.compile(r"^\| (components/\S+) \| (\S+) \|", re.MULTILINE)

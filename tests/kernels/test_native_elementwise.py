@@ -68,10 +68,10 @@ def test_gated(subtests: pytest.Subtests) -> None:
         with subtests.test(activation):
             for rows, cols in ((1, 1), (3, 16), (7, 37), (40, 1536)):
                 gate, up = normal(rows, rows, cols) * 4, normal(cols, rows, cols) * 4
-                ours = on_all(partial(gated, gate=gate, up=up, activation=activation))
+                actual = on_all(partial(gated, gate=gate, up=up, activation=activation))
                 assert rows < 40 or ((gate > 7).any() and (up > 7).any() and (up < -7).any())
                 formula = reference.gated(gate.double(), up.double(), activation)  # type: ignore[arg-type]
-                torch.testing.assert_close(ours.double(), formula, rtol=5e-6, atol=1e-6)
+                torch.testing.assert_close(actual.double(), formula, rtol=5e-6, atol=1e-6)
 
 
 def test_error_bounds_of_activations_at_all_magnitudes() -> None:
@@ -88,12 +88,12 @@ def test_infinity_and_nan_propagate_as_in_the_reference(subtests: pytest.Subtest
     for activation in ACTIVATIONS:
         with subtests.test(activation):
             x = torch.tensor([INFINITE, -INFINITE, float("nan"), 1e30, -1e30, 0.0])
-            ours = activated(activation, x)
-            theirs = reference.gated(x, torch.ones(6), activation)  # type: ignore[arg-type]
+            actual = activated(activation, x)
+            expected = reference.gated(x, torch.ones(6), activation)  # type: ignore[arg-type]
             # Whether the result is infinite or NaN differs in torch.
-            assert torch.equal(ours.isfinite(), theirs.isfinite())
-            assert ours[2].isnan()
-            torch.testing.assert_close(ours[3:], theirs[3:])
+            assert torch.equal(actual.isfinite(), expected.isfinite())
+            assert actual[2].isnan()
+            torch.testing.assert_close(actual[3:], expected[3:])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), INFINITE])

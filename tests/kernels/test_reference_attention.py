@@ -154,8 +154,8 @@ def dense(case: Case, filled: Filled, scale: float) -> Tensor:
 @example(Case(((1, 9), (290, 310)), kv_heads=1, group=2, window=30))
 def test_equals_the_dense_formula(case: Case) -> None:
     filled = fill(case)
-    ours = attend(case, filled, 0.3)
-    torch.testing.assert_close(ours.double(), dense(case, filled, 0.3), atol=2e-5, rtol=0)
+    actual = attend(case, filled, 0.3)
+    torch.testing.assert_close(actual.double(), dense(case, filled, 0.3), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("soft_cap", [0.0, 2.0])
@@ -174,8 +174,8 @@ def test_scores_over_many_keys_take_bounded_memory(
     monkeypatch.setattr(layers, "_attend", attend_tile)
     case = Case(((45, 80),), soft_cap=soft_cap)
     filled = fill(case)
-    ours = attend(case, filled, 0.3)
-    torch.testing.assert_close(ours.double(), dense(case, filled, 0.3), atol=2e-5, rtol=0)
+    actual = attend(case, filled, 0.3)
+    torch.testing.assert_close(actual.double(), dense(case, filled, 0.3), atol=2e-5, rtol=0)
     assert len(sizes) == 5
     assert max(sizes) <= limit
 
@@ -184,10 +184,10 @@ def test_scores_over_many_keys_take_bounded_memory(
 @settings(max_examples=30)
 def test_bf16_is_within_its_rounding_error(case: Case) -> None:
     filled = fill(case, torch.bfloat16)
-    ours = attend(case, filled, 0.3)
-    assert ours.dtype == torch.bfloat16
+    actual = attend(case, filled, 0.3)
+    assert actual.dtype == torch.bfloat16
     # Values have magnitude 1 to 4; weights, scores and the result are each rounded to 8 bits.
-    torch.testing.assert_close(ours.double(), dense(case, filled, 0.3), atol=0.06, rtol=0.02)
+    torch.testing.assert_close(actual.double(), dense(case, filled, 0.3), atol=0.06, rtol=0.02)
 
 
 def test_a_nonfinite_row_does_not_affect_others(subtests: pytest.Subtests) -> None:
@@ -223,9 +223,9 @@ def test_keys_of_another_dtype_are_converted_to_that_of_the_queries() -> None:
         [keys.bfloat16() for keys in filled.keys],
         [values.bfloat16() for values in filled.values],
     )
-    ours = attend(case, rounded, 0.3)
-    assert ours.dtype == torch.float32
-    torch.testing.assert_close(ours.double(), dense(case, rounded, 0.3), atol=2e-5, rtol=0)
+    actual = attend(case, rounded, 0.3)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), dense(case, rounded, 0.3), atol=2e-5, rtol=0)
 
 
 def test_float16_keeps_finite_numbers_finite() -> None:

@@ -20,10 +20,10 @@ def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def close(ours: Tensor, formula: Tensor) -> None:
+def close(actual: Tensor, formula: Tensor) -> None:
     """Check equality up to the rounding of the result's dtype."""
-    tolerance = 2e-5 if ours.dtype == torch.float32 else 0.01
-    torch.testing.assert_close(ours.double(), formula, atol=tolerance, rtol=tolerance)
+    tolerance = 2e-5 if actual.dtype == torch.float32 else 0.01
+    torch.testing.assert_close(actual.double(), formula, atol=tolerance, rtol=tolerance)
 
 
 @given(SIZES, SIZES, SEEDS, DTYPES)
@@ -32,9 +32,9 @@ def test_rms_norm(tokens: int, width: int, seed: int, dtype: torch.dtype) -> Non
     x, weight = normal(seed, tokens, width, dtype=dtype), normal(seed + 1, width)
     mean = x.double().square().mean(-1, keepdim=True)
     formula = x.double() / (mean + 1e-3).sqrt() * weight.double()
-    ours = reference.rms_norm(x, weight, 1e-3)
-    assert ours.dtype == dtype
-    close(ours, formula)
+    actual = reference.rms_norm(x, weight, 1e-3)
+    assert actual.dtype == dtype
+    close(actual, formula)
 
 
 def test_rms_norm_of_heads_and_large_numbers() -> None:
@@ -48,9 +48,9 @@ def test_linear(tokens: int, inputs: int, outputs: int, has_bias: bool, seed: in
     x, weight = normal(seed, tokens, inputs), normal(seed + 1, outputs, inputs)
     bias = normal(seed + 2, outputs) if has_bias else None
     formula = torch.einsum("ti,oi->to", x.double(), weight.double())
-    ours = reference.linear(x, weight, bias)
-    assert ours.is_contiguous()
-    close(ours, formula + (0 if bias is None else bias.double()))
+    actual = reference.linear(x, weight, bias)
+    assert actual.is_contiguous()
+    close(actual, formula + (0 if bias is None else bias.double()))
 
 
 def test_linear_of_few_tokens(subtests: pytest.Subtests) -> None:
@@ -60,9 +60,11 @@ def test_linear_of_few_tokens(subtests: pytest.Subtests) -> None:
                 x, weight = normal(1, tokens, inputs), normal(2, outputs, inputs)
                 bias = normal(3, outputs) if has_bias else None
                 kept = None if bias is None else bias.clone()
-                ours = reference.linear(x, weight, bias)
-                assert ours.is_contiguous()
-                close(ours, x.double() @ weight.double().T + (0 if bias is None else bias.double()))
+                actual = reference.linear(x, weight, bias)
+                assert actual.is_contiguous()
+                close(
+                    actual, x.double() @ weight.double().T + (0 if bias is None else bias.double())
+                )
                 assert bias is None or torch.equal(bias, kept)
 
 
@@ -104,9 +106,9 @@ def test_rope_rotates_pairs_by_their_angle(
     positions = torch.randint(50, (tokens,), generator=generator)
     angles = torch.rand(50, half, generator=generator) * 6
     x = normal(seed, tokens, heads, 2 * half + rest, dtype=dtype)
-    ours = reference.rope(x, positions, angles.cos(), angles.sin())
+    actual = reference.rope(x, positions, angles.cos(), angles.sin())
     # As complex numbers: (first + i second) * exp(i angle).
     pairs = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double())
     turned = pairs * torch.exp(1j * angles.double()[positions])[:, None]
-    close(ours[..., : 2 * half], torch.cat((turned.real, turned.imag), dim=-1))
-    assert torch.equal(ours[..., 2 * half :], x[..., 2 * half :])
+    close(actual[..., : 2 * half], torch.cat((turned.real, turned.imag), dim=-1))
+    assert torch.equal(actual[..., 2 * half :], x[..., 2 * half :])

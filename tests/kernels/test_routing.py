@@ -127,15 +127,15 @@ def test_chosen_experts_equal_those_of_transformers(subtests: pytest.Subtests, n
     close = {"atol": 1e-6 * routing.scale, "rtol": 0}
     for choose in (choose_experts, native):
         with subtests.test(choose.__name__):
-            ours = choose(logits, correction, routing)
-            same = (ours[0].sort(-1).values == chosen.sort(-1).values).all(-1)
+            actual = choose(logits, correction, routing)
+            same = (actual[0].sort(-1).values == chosen.sort(-1).values).all(-1)
             for row in torch.where(~same)[0].tolist():  # only near ties may differ
-                lost = set(chosen[row].tolist()) ^ set(ours[0][row].tolist())
+                lost = set(chosen[row].tolist()) ^ set(actual[0][row].tolist())
                 values = ranks[row, sorted(lost)]
                 assert routing.groups > 1 or values.max() - values.min() < NEAR, (row, lost)
             assert (~same).sum() <= 2
-            torch.testing.assert_close(spread(*ours)[same], spread(chosen, counts)[same], **close)
-            assert len(set(map(tuple, ours[0].sort(-1).values.tolist()))) > ROWS / 2, (
+            torch.testing.assert_close(spread(*actual)[same], spread(chosen, counts)[same], **close)
+            assert len(set(map(tuple, actual[0].sort(-1).values.tolist()))) > ROWS / 2, (
                 "too many rows choose the same experts"
             )
 

@@ -2,16 +2,15 @@
 live worker is lost.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from fakes.kubernetes import FakeKubernetes
+from fakes.kubernetes import in_pod
 from systems.discovered import MAX_TOKENS, DiscoveredSystem
 from systems.eventually import eventually
 
-from pdserve.services.common import kubernetes, kubernetes_api
+from pdserve.services.common import kubernetes
 
 pytestmark = pytest.mark.anyio
 CHANGES = 12
@@ -21,18 +20,13 @@ CHANGES = 12
 async def system(
     anyio_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[DiscoveredSystem]:
-    api = FakeKubernetes(tmp_path)
-    api.start()
-    for name, value in api.environ.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(kubernetes_api, "SERVICE_ACCOUNT", str(tmp_path))
     monkeypatch.setattr(kubernetes, "WATCH_S", 1)
     monkeypatch.setattr(kubernetes, "SILENT_S", 0.2)
-    made = DiscoveredSystem(api, seed=3, num_workers=2, num_gateways=2)
-    await made.start(2)
-    yield made
-    await made.close()
-    await asyncio.to_thread(api.stop)
+    with in_pod(tmp_path, monkeypatch) as api:
+        made = DiscoveredSystem(api, seed=3, num_workers=2, num_gateways=2)
+        await made.start(2)
+        yield made
+        await made.close()
 
 
 async def test_readiness_gates_new_requests(system: DiscoveredSystem) -> None:

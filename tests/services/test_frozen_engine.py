@@ -125,10 +125,10 @@ async def health(worker: Worker) -> int:
 
 
 async def health_becomes(worker: Worker, status: int) -> None:
-    async def told() -> bool:
+    async def has_status() -> bool:
         return await health(worker) == status
 
-    await eventually(told, f"health {status}")
+    await eventually(has_status, f"health {status}")
 
 
 @pytest.mark.extended

@@ -25,9 +25,9 @@ from pdserve.engine.transport.base import transports
 
 TRANSPORTS = list(transports())
 HOST_TRANSPORTS = [name for name in transports() if name not in DIRECT_TRANSPORTS]
-OURS = KvIdentity(b"i" * 16, "aa", "Q4_1", "cc", "70", "float32", "reference")
-OTHER_WEIGHTS = replace(OURS, digest=b"w" * 16, weights="bb", quantization="Q8_0")
-OTHER_NUMERICS = replace(OURS, digest=b"n" * 16, numerics="native")
+IDENTITY = KvIdentity(b"i" * 16, "aa", "Q4_1", "cc", "70", "float32", "reference")
+OTHER_WEIGHTS = replace(IDENTITY, digest=b"w" * 16, weights="bb", quantization="Q8_0")
+OTHER_NUMERICS = replace(IDENTITY, digest=b"n" * 16, numerics="native")
 
 
 def pair_of(
@@ -53,13 +53,13 @@ def refused(pair: Pair) -> str:
 OTHERS = [
     (OTHER_WEIGHTS, "weights aa (Q4_1) at decode, bb (Q8_0) at prefill"),
     (OTHER_NUMERICS, "numerics id reference at decode, native at prefill"),
-    (replace(OURS, tokenizer="71"), "tokenizer 70 at decode, 71 at prefill"),
+    (replace(IDENTITY, tokenizer="71"), "tokenizer 70 at decode, 71 at prefill"),
     (
-        replace(OURS, digest=b"d" * 16, kv_dtype="bf16"),
+        replace(IDENTITY, digest=b"d" * 16, kv_dtype="bf16"),
         "KV dtype float32 at decode, bf16 at prefill",
     ),
     (
-        replace(OURS, digest=b"c" * 16, configuration="cd"),
+        replace(IDENTITY, digest=b"c" * 16, configuration="cd"),
         "model configuration cc at decode, cd at prefill",
     ),
     (KvIdentity(b"?" * 16), "KV identity 696969696969 at decode, 3f3f3f3f3f3f at prefill"),
@@ -70,7 +70,7 @@ MIXINGS = [Mixing(), Mixing(True, False), Mixing(False, True)]
 def test_another_identity_is_refused_by_name(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for (other, text), mixing in product(OTHERS, MIXINGS):
         case = subtests.test(other=text, mixing=mixing)
-        with case, closing(pair_of(other, OURS, mixing, tmp_path)) as pair:
+        with case, closing(pair_of(other, IDENTITY, mixing, tmp_path)) as pair:
             admitted = (other is OTHER_WEIGHTS and mixing.weights) or (
                 other is OTHER_NUMERICS and mixing.numerics
             )
@@ -96,15 +96,15 @@ def test_the_same_identity_is_exact(transport: str, make_pair: MakePair) -> None
 
 
 def test_blocks_of_another_identity_are_cached_for_that_pair_only(tmp_path: Path) -> None:
-    pair = pair_of(OTHER_WEIGHTS, OURS, Mixing(weights=True), tmp_path)
+    pair = pair_of(OTHER_WEIGHTS, IDENTITY, Mixing(weights=True), tmp_path)
     job = request(50)
     first, ids = pair.hand_off(job), job.prompt_ids
     pair.answer(job)
     added, _ = pair.decode_thread.post(lambda e: e.take_prefix_events()).result(LIMIT_S)
-    mixed = chain_hashes(ids[:48], 4, cache_seed(OTHER_WEIGHTS.digest + OURS.digest, b""))
+    mixed = chain_hashes(ids[:48], 4, cache_seed(OTHER_WEIGHTS.digest + IDENTITY.digest, b""))
     assert len(mixed) == 12
     assert set(mixed) <= set(added)
-    for seed in (OURS.digest, OTHER_WEIGHTS.digest):
+    for seed in (IDENTITY.digest, OTHER_WEIGHTS.digest):
         assert set(chain_hashes(ids, 4, cache_seed(seed, b""))).isdisjoint(added)
     # A prompt that decode computes itself finds none of them; the next one of the pair does.
     own = fresh(job)
@@ -210,7 +210,7 @@ def test_another_wire_version_is_refused_by_name_on_both_sides(
     hello = messages.Hello(
         pair.prefill_incarnation,
         pair.decode_incarnation,
-        OURS,
+        IDENTITY,
         transport,
         encode_spec(pair.prefill.kv.spec),
     )

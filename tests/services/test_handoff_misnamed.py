@@ -114,7 +114,7 @@ def test_the_end_of_an_attempt_with_a_damaged_id_is_processed(
     pair.wait(lambda: attempt in pair.lost and attempt in pair.sent)
     assert not left
     reasons = pair.sent[attempt].reason, pair.lost[attempt]
-    told = ("cancel", "peer: cancel") if side == "prefill" else ("peer: cancel", "cancel")
-    assert reasons == told
+    expected = ("cancel", "peer: cancel") if side == "prefill" else ("peer: cancel", "cancel")
+    assert reasons == expected
     pair.decode_thread.post(lambda e: e.release(blocker)).result(LIMIT_S)
     pair.assert_clean()

@@ -21,7 +21,7 @@ class Source:
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.said: list[int] = []
-        self.told: list[tuple[bytes, Sent]] = []
+        self.moves: list[tuple[bytes, Sent]] = []
         self.migrations = OutgoingMigrations(pair.prefill, pair.sender, self._ended)
         pair.prefill_hook = self._step
         on_ended = pair.sender._on_ended
@@ -38,7 +38,7 @@ class Source:
                 self.said += event.ids
 
     def _ended(self, attempt: bytes, sent: Sent) -> None:
-        self.told.append((attempt, sent))
+        self.moves.append((attempt, sent))
 
     def run(self, job: Request, count: int) -> None:
         """Run until the request has `count` ids, then hold it."""
@@ -110,8 +110,8 @@ def test_a_moved_request_gives_the_tokens_of_an_unmoved_one(
     source.send(ticket)
     found = pair.answer(rest)[0]
     assert source.said + found == local(job)[0]
-    pair.wait(lambda: bool(source.told))
-    ((attempt, sent),) = source.told
+    pair.wait(lambda: bool(source.moves))
+    ((attempt, sent),) = source.moves
     assert (attempt, sent.reason) == (source.attempt, "")
     blocks = -(-(length + said - 1) // 4)
     assert sent.num_bytes == blocks * 128
@@ -134,9 +134,9 @@ def test_only_blocks_that_the_other_side_lacks_are_sent(make_pair: MakePair) -> 
     rest, ticket = source.admit()
     source.send(ticket)
     assert source.said + pair.answer(rest)[0] == local(job)[0]
-    pair.wait(lambda: bool(source.told))
+    pair.wait(lambda: bool(source.moves))
     blocks = -(-(40 + len(source.said) - 1) // 4)
-    assert source.told[0][1].num_bytes <= (blocks - 9) * 128, "nine blocks were there"
+    assert source.moves[0][1].num_bytes <= (blocks - 9) * 128, "nine blocks were there"
     pair.assert_clean()
 
 
@@ -186,10 +186,10 @@ def test_after_any_failure_a_request_continues_where_it_was(
     assert not source.do(lambda d: d.unfreeze(source.attempt)), "it is not held any more"
     assert (source.migrations.num_gone, source.migrations.num_stayed) == (0, 1)
     pair.wait(lambda: ticket.attempt in pair.lost or how in ("before",))
-    told = [sent.reason for _, sent in source.told]
-    assert bool(told) == (how not in ("before", "it stays")), "the failed move is reported"
+    reasons = [sent.reason for _, sent in source.moves]
+    assert bool(reasons) == (how not in ("before", "it stays")), "the failed move is reported"
     if how == "no answer":
-        assert told == ["deadline"]
+        assert reasons == ["deadline"]
     pair.assert_clean()
     assert pair.prefill.stats().recomputed_tokens == 0
     assert rest.key not in pair.tokens

@@ -106,15 +106,15 @@ def terminate(fleet: Fleet, address: str) -> None:
     wait_until(lambda: fleet.log().count("ended (exit code 0)") > ended, "its exit code")
 
 
-def terminate_and_note(fleet: Fleet, worker: Any, told: dict[Any, Any]) -> None:
-    """Call `terminate` and store the last load that each worker reported in `told["loads"]`."""
-    told["loads"] = {}
+def terminate_and_note(fleet: Fleet, worker: Any, reports: dict[Any, Any]) -> None:
+    """Call `terminate` and store the last load that each worker reported in `reports["loads"]`."""
+    reports["loads"] = {}
     over = threading.Event()
 
     def look() -> None:
         while not over.wait(0.02):
             for each in fleet.fleet_view().workers:
-                told["loads"][each.hello.incarnation] = each.load
+                reports["loads"][each.hello.incarnation] = each.load
 
     looking = threading.Thread(target=look)
     looking.start()
@@ -153,8 +153,8 @@ def test_a_drained_decode_worker_migrates_its_streams(
     decodes = [w for w in view.workers if w.hello.data_address]
     leaves = max(decodes, key=lambda w: w.load.running)
     assert leaves.load.running >= 2
-    told: dict[bytes, Any] = {}
-    watch = threading.Thread(target=terminate_and_note, args=(fleet, leaves, told))
+    reports: dict[bytes, Any] = {}
+    watch = threading.Thread(target=terminate_and_note, args=(fleet, leaves, reports))
     assert not run.num_ended
     watch.start()
     answers = run.end()
@@ -165,7 +165,7 @@ def test_a_drained_decode_worker_migrates_its_streams(
     assert after.moved_tokens > before.moved_tokens
     assert after.moved_bytes > before.moved_bytes
     assert after.retries == before.retries, "a request was retried"
-    final = told["loads"]
+    final = reports["loads"]
     final.update({w.hello.incarnation: w.load for w in after.workers})
     first = {w.hello.incarnation: w.load for w in before.workers}
     new = computed(final[incarnation] for incarnation in first)

@@ -66,9 +66,11 @@ def test_scalers_and_documents_use_exported_metrics(own: set[str], system: Whole
         assert {n for n in found if family(n, known) not in known} == set(), path
     assert "pdserve_prefill_backlog_seconds" in own
     metrics = K8S.parent / "docs/metrics.md"
-    told = {line.split("`")[1] for line in metrics.read_text().splitlines() if line[:3] == "| `"}
-    assert told <= known
-    assert {n for n in fleet | own if n.startswith(("vllm:", "pdserve_"))} <= told
+    documented = {
+        line.split("`")[1] for line in metrics.read_text().splitlines() if line[:3] == "| `"
+    }
+    assert documented <= known
+    assert {n for n in fleet | own if n.startswith(("vllm:", "pdserve_"))} <= documented
 
 
 def test_a_report_is_complete_and_contains_no_secret(fleet: Fleet, tmp_path: Path) -> None:
@@ -122,14 +124,14 @@ def test_the_requests_in_the_runbook_succeed(
 
 def in_shell(line: str, system: WholeSystem, key: str) -> "subprocess.CompletedProcess[str]":
     """Run a line of the runbook with its placeholders filled in."""
-    told = {"GATEWAY:8000": system.http, "ROUTER:50059": system.probes[Role.ROUTER], "KEY": key}
-    told |= {"ROUTER:9090": system.metrics[Role.ROUTER]}
-    told |= {"WORKER:9090": system.metrics[Role.DECODE]}
+    values = {"GATEWAY:8000": system.http, "ROUTER:50059": system.probes[Role.ROUTER], "KEY": key}
+    values |= {"ROUTER:9090": system.metrics[Role.ROUTER]}
+    values |= {"WORKER:9090": system.metrics[Role.DECODE]}
     if "/traces/ID" in line:
         body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
         url = f"http://{system.http}/v1/completions"
-        told["traces/ID"] = "traces/" + httpx.post(url, json=body, headers=KEY_SHOWN).headers[ID]
-    for word, value in told.items():
+        values["traces/ID"] = "traces/" + httpx.post(url, json=body, headers=KEY_SHOWN).headers[ID]
+    for word, value in values.items():
         line = line.replace(word, value)
     line = re.sub("^pdserve", f"{sys.executable} -m pdserve.cli.main", line)
     words = ["bash", "-o", "pipefail", "-c", line]

@@ -84,11 +84,11 @@ def test_the_table_lists_the_methods_of_the_protos() -> None:
         for service in module.DESCRIPTOR.services_by_name.values()
         for method in service.methods
     }
-    told = {method: who for method, _, who in METHODS}
-    ours = {method for method in told if method.startswith("pdserve.")}
-    assert ours == there
-    assert {method.removeprefix("/") for method in RIGHTS} <= set(told)
-    for method, who in told.items():
+    roles = {method: who for method, _, who in METHODS}
+    own_methods = {method for method in roles if method.startswith("pdserve.")}
+    assert own_methods == there
+    assert {method.removeprefix("/") for method in RIGHTS} <= set(roles)
+    for method, who in roles.items():
         allowed = RIGHTS.get(f"/{method}")
         if allowed == EVERY_ROLE:
             assert who.split(";")[0] == "every role"

@@ -5,8 +5,6 @@ bandwidth, and its products at the measured rate of a large one. Idle is the tim
 one recorded step to the start of the next, by events on the stream.
 """
 
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,16 +25,14 @@ from random_models import (
     token_bytes,
 )
 from sequences import BLOCK_SIZE, Row, Sequences, drawn_tokens, make_pool
+from served_engine import ServedEngine
 from torch import Tensor
 
-from pdserve.engine.api import Finished, NewTokens, Request, RequestFailed, SamplingParams, Step
-from pdserve.engine.engine import Engine
+from pdserve.engine.api import Request, SamplingParams
 from pdserve.engine.execution import Batch, Ints
 from pdserve.engine.kv import blocks_for
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.models.cuda import CudaDecoder
-from pdserve.engine.scheduling import EngineLimits
-from pdserve.engine.thread import EngineThread
 from pdserve.kernels.cuda.attention import Rows, paged_attention
 from pdserve.kernels.cuda.sampling import CudaSampling
 
@@ -168,72 +164,31 @@ def requests(part: MeasuredPart, count: int, seed: int) -> list[Request]:
     ]
 
 
-class Served:
-    """An engine on its thread, as in a worker."""
-
-    def __init__(self, part: MeasuredPart, wave: list[Request]) -> None:
-        rows = len(wave)
-        stream = None if part.fake else torch.cuda.current_stream()
-        config = FAKE_QWEN3 if part.fake else QWEN3_0_6B
-        decoder = random_decoder(config, part.device, stream=stream)
-        needed = [len(r.prompt_ids) + (r.params.max_tokens or 0) for r in wave]
-        num_blocks = sum(blocks_for(n + 1, BLOCK_SIZE) for n in needed) + rows
-        kv = make_pool(part.device, decoder.kv_groups, num_blocks)
-        self.model = MeteredDecoder(decoder)
-        decoder.record(TimedRecorder(part.device, self.model.steps), kv, rows)
-        limits = EngineLimits(
-            vocab_size=decoder.config.vocab_size,
-            context_len=decoder.config.context_len,
-            block_size=BLOCK_SIZE,
-            num_blocks=num_blocks,
-            max_running=rows,
-            chunk_size=64 if part.fake else CHUNK,
-            step_tokens=0 if part.fake else STEP_TOKENS,
-        )
-        ops = TimedSampling(stream, part.device, self.model.steps)
-        engine = Engine(self.model, kv, limits, ops, prefix_cache=False)
-        self._thread = EngineThread(engine, self._told)
-        self._left = self.num_tokens = 0
-        self._failed: list[str] = []
-        self._over = threading.Event()
-        self._thread.start()
-
-    def _told(self, step: Step) -> None:
-        for event in step.events:
-            self._left -= isinstance(event, Finished | RequestFailed)
-            if isinstance(event, NewTokens):
-                self.num_tokens += len(event.ids)
-            if isinstance(event, RequestFailed):
-                self._failed.append(event.message)
-        if not self._left:
-            self._over.set()
-
-    def run(self, wave: list[Request], limit_s: float) -> float:
-        """Seconds until all requests have ended. Raises RuntimeError if one fails, or if they take
-        longer."""
-        self._left, self.num_tokens, self._over = len(wave), 0, threading.Event()
-        self.model.steps.clear()
-        started = time.perf_counter()
-        self._thread.post(lambda engine: [engine.submit(one) for one in wave]).result()
-        if not self._over.wait(limit_s) or self._failed:
-            raise RuntimeError(f"{self._left} requests are left; {self._failed[:3]}")
-        return time.perf_counter() - started
-
-    def close(self) -> None:
-        self._thread.close()
-
-
 def serve(part: MeasuredPart, copy: float, rate: float) -> None:
     """Run 256 requests with the shape of Qwen3-0.6B, all at once."""
     count = (2 if part.smallest else 4) if part.fake else ROWS
     wave = requests(part, count, 1)
-    served = Served(part, wave)
+    stream = None if part.fake else torch.cuda.current_stream()
+    config = FAKE_QWEN3 if part.fake else QWEN3_0_6B
+    decoder = random_decoder(config, part.device, stream=stream)
+    metered = MeteredDecoder(decoder)
+    steps = metered.steps
+    served = ServedEngine(
+        decoder,
+        part.device,
+        [len(one.prompt_ids) + (one.params.max_tokens or 0) for one in wave],
+        recorder=TimedRecorder(part.device, steps),
+        sampling=TimedSampling(stream, part.device, steps),
+        chunk_size=64 if part.fake else CHUNK,
+        step_tokens=0 if part.fake else STEP_TOKENS,
+        model=metered,
+    )
     if not part.fake:
         served.run(requests(part, 64, 0), part.left_s)  # compiles
+        steps.clear()
     seconds = served.run(wave, part.left_s)
     wait(part.device)
     served.close()
-    steps = served.model.steps
     ideal = sum(max(step.bytes / copy, step.operations / rate) for step in steps)
     tokens = sum(one.params.max_tokens or 0 for one in wave)
     part.note(

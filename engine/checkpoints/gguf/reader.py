@@ -134,7 +134,7 @@ class _Cursor:
     def text(self, limit: int | None = None) -> str:
         size = self.count("Q", 1, "bytes of text")
         if limit is not None and size > limit:
-            raise self.fail(f"a name of {size} bytes (limit {limit})")
+            raise self.fail(f"a name has {size} bytes; the limit is {limit}")
         try:
             return self.take(size).decode()
         except UnicodeDecodeError as error:

@@ -233,8 +233,8 @@ def test_gguf_metadata_give_pooling_and_the_final_eos(
     tmp_path: Path, number: int, kind: str
 ) -> None:
     source = write_tiny(tmp_path / "hf", "qwen3")
-    told = {"qwen3.pooling_type": number, "tokenizer.ggml.add_eos_token": True}
-    path = write_gguf(source, tmp_path / "m.gguf", **told)
+    metadata = {"qwen3.pooling_type": number, "tokenizer.ggml.add_eos_token": True}
+    path = write_gguf(source, tmp_path / "m.gguf", **metadata)
     card, got = load(path)
     assert (card.pooling, card.normalizes) == (kind, True)
     assert torch.allclose(got, Oracle(source, kind).pooled(PROMPT), atol=1e-4, rtol=1e-4)

@@ -184,12 +184,12 @@ def test_agrees_with_the_gguf_package(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    ours, theirs = GgufReader(path), gguf.GGUFReader(path)
-    assert ours.metadata["llama.context_length"] == 99
-    assert ours.metadata["tokenizer.ggml.tokens"] == ["a", "b"]
-    assert len(theirs.tensors) == len(ours.tensors) == 6
-    for tensor in theirs.tensors:
-        mine = ours.tensors[tensor.name]
+    reader, reference = GgufReader(path), gguf.GGUFReader(path)
+    assert reader.metadata["llama.context_length"] == 99
+    assert reader.metadata["tokenizer.ggml.tokens"] == ["a", "b"]
+    assert len(reference.tensors) == len(reader.tensors) == 6
+    for tensor in reference.tensors:
+        mine = reader.tensors[tensor.name]
         assert mine.start == tensor.data_offset
         assert mine.num_bytes == tensor.n_bytes
         assert mine.shape == tuple(reversed(tensor.shape.tolist()))

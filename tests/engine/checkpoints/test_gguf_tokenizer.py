@@ -60,14 +60,16 @@ def write_gguf(path: Path, metadata: dict[str, Any]) -> None:
     writer.close()
 
 
-def assert_equal(ours: Tokenizer, theirs: Any, texts: tuple[str, ...] = HARD_STRINGS) -> None:
+def assert_equal(actual: Tokenizer, expected: Any, texts: tuple[str, ...] = HARD_STRINGS) -> None:
     for text in texts:
-        ids = ours.encode(text).ids
-        assert ids == theirs(text)["input_ids"], text
-        assert ours.decode(ids) == theirs.backend_tokenizer.decode(ids), text
+        ids = actual.encode(text).ids
+        assert ids == expected(text)["input_ids"], text
+        assert actual.decode(ids) == expected.backend_tokenizer.decode(ids), text
     # transformers appends tokens (a mask, a pad) that the file does not have.
-    known = {i: t for i, t in added(theirs.backend_tokenizer).items() if i < ours.get_vocab_size()}
-    assert added(ours) == known
+    known = {
+        i: t for i, t in added(expected.backend_tokenizer).items() if i < actual.get_vocab_size()
+    }
+    assert added(actual) == known
 
 
 def added(tokenizer: Tokenizer) -> dict[int, tuple[str, bool]]:
@@ -77,13 +79,13 @@ def added(tokenizer: Tokenizer) -> dict[int, tuple[str, bool]]:
 
 @pytest.mark.extended
 def test_shipped_model_equals_transformers(smollm_path: Path, smollm: dict[str, Any]) -> None:
-    theirs = AutoTokenizer.from_pretrained(smollm_path.parent, gguf_file=smollm_path.name)
-    assert_equal(load(smollm), theirs)
+    expected = AutoTokenizer.from_pretrained(smollm_path.parent, gguf_file=smollm_path.name)
+    assert_equal(load(smollm), expected)
 
 
 def test_the_shipped_model_equals_the_published_pipeline(smollm: dict[str, Any]) -> None:
-    ours = load(smollm)
-    published = Tokenizer(ours.model)
+    actual = load(smollm)
+    published = Tokenizer(actual.model)
     published.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -91,7 +93,7 @@ def test_the_shipped_model_equals_the_published_pipeline(smollm: dict[str, Any])
         ]
     )
     for text in (*HARD_STRINGS[:-1], "x ½ ² Ⅷ ٣٤ 1,234.5"):
-        assert ours.encode(text).ids == published.encode(text).ids, text
+        assert actual.encode(text).ids == published.encode(text).ids, text
 
 
 def test_shipped_model_equals_known_ids(smollm: dict[str, Any]) -> None:
@@ -103,30 +105,30 @@ def test_shipped_model_equals_known_ids(smollm: dict[str, Any]) -> None:
         "Café déjà vu.": [51, 1939, 2756, 32564, 90, 16739, 386, 101, 30],
         "  multiple   spaces": [216, 2701, 256, 5600],
     }
-    ours = load(smollm)
-    assert {text: ours.encode(text).ids for text in known} == known
+    actual = load(smollm)
+    assert {text: actual.encode(text).ids for text in known} == known
 
 
 def test_sentence_piece_equals_transformers(tmp_path: Path) -> None:
     metadata = spm_metadata()
     write_gguf(tmp_path / "spm.gguf", metadata)
-    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="spm.gguf")
+    expected = AutoTokenizer.from_pretrained(tmp_path, gguf_file="spm.gguf")
     # transformers reads GGUF as newer releases define it: a space is put only before text without
     # one. llama.cpp, and the tokenizer.json of Llama 2, Mistral 7B and Phi 3, put a space before
     # every text.
-    theirs.backend_tokenizer.pre_tokenizer = None
-    theirs.backend_tokenizer.normalizer = normalizers.Sequence(
+    expected.backend_tokenizer.pre_tokenizer = None
+    expected.backend_tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    ours = load(metadata)
+    actual = load(metadata)
     # The text of special tokens is left out: transformers may build such a token by merges; this
     # tokenizer must not.
     texts = (*HARD_STRINGS[:-1], "hello world", "  hello  ", "é日 hello\n", "held or world")
-    assert_equal(ours, theirs, texts)
-    assert ours.encode("hello").tokens == ["<s>", "▁hello"]
-    assert ours.encode(" hello").tokens == ["<s>", "▁", "▁hello"]
-    assert ours.encode("</s>hello<s> or").tokens == ["<s>", "</s>", "▁hello", "<s>", "▁▁", "or"]
-    assert ours.encode("日本").tokens[1:] == ["▁", "日", "<0xE6>", "<0x9C>", "<0xAC>"]
+    assert_equal(actual, expected, texts)
+    assert actual.encode("hello").tokens == ["<s>", "▁hello"]
+    assert actual.encode(" hello").tokens == ["<s>", "▁", "▁hello"]
+    assert actual.encode("</s>hello<s> or").tokens == ["<s>", "</s>", "▁hello", "<s>", "▁▁", "or"]
+    assert actual.encode("日本").tokens[1:] == ["▁", "日", "<0xE6>", "<0x9C>", "<0xAC>"]
 
 
 def test_gemma_like_equals_transformers(tmp_path: Path) -> None:
@@ -137,9 +139,9 @@ def test_gemma_like_equals_transformers(tmp_path: Path) -> None:
     where = metadata[KEY + "tokens"].index("▁▁")
     metadata[KEY + "tokens"][where] = "▁▁▁▁"
     write_gguf(tmp_path / "gemma.gguf", metadata)
-    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="gemma.gguf")
+    expected = AutoTokenizer.from_pretrained(tmp_path, gguf_file="gemma.gguf")
     texts = (*HARD_STRINGS[:-1], "hello  world", "   hello", " " * 9 + "or", "<b>hello")
-    assert_equal(load(metadata), theirs, texts)
+    assert_equal(load(metadata), expected, texts)
     assert load(metadata).encode("   hello<b>").tokens == ["<s>", "▁▁▁", "hello", "<b>"]
 
 
@@ -153,33 +155,33 @@ def test_gemma_equals_transformers(tmp_path: Path) -> None:
     begun = time.process_time()
     data = tokenizer_json(metadata)
     converted = time.process_time()
-    ours = Tokenizer.from_buffer(data)
+    actual = Tokenizer.from_buffer(data)
     loaded = time.process_time()
     print(f"converted in {converted - begun:.1f} s, loaded in {loaded - converted:.1f} s")
     assert loaded - begun < 10
-    assert_equal(ours, AutoTokenizer.from_pretrained(tmp_path, gguf_file="gemma.gguf"))
-    ours.encode_special_tokens = True
-    control = {index for index, (_, special) in added(ours).items() if special}
+    assert_equal(actual, AutoTokenizer.from_pretrained(tmp_path, gguf_file="gemma.gguf"))
+    actual.encode_special_tokens = True
+    control = {index for index, (_, special) in added(actual).items() if special}
     assert len(control) > 6000
     for index in control:
-        token = ours.id_to_token(index)
-        ids = ours.encode(f"a {token} b", add_special_tokens=False).ids
+        token = actual.id_to_token(index)
+        ids = actual.encode(f"a {token} b", add_special_tokens=False).ids
         assert control.isdisjoint(ids), token
 
 
 def test_splits_equal_transformers(subtests: pytest.Subtests) -> None:
     for pre in sorted(GGUF_PRE_TOKENIZER_SPLITS):
         with subtests.test(pre):
-            theirs = pre_tokenizers.Split(
+            expected = pre_tokenizers.Split(
                 tokenizers.Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), "isolated"
             )
             steps = [
                 pre_tokenizers.Split(tokenizers.Regex(split), "isolated")
                 for split in PRE_TOKENIZERS[pre].splits
             ]
-            ours = pre_tokenizers.Sequence(steps)
+            actual = pre_tokenizers.Sequence(steps)
             for text in HARD_STRINGS:
-                assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), text
+                assert actual.pre_tokenize_str(text) == expected.pre_tokenize_str(text), text
 
 
 def test_every_pre_tokenizer_keeps_the_text(smollm: dict[str, Any]) -> None:
@@ -190,10 +192,10 @@ def test_every_pre_tokenizer_keeps_the_text(smollm: dict[str, Any]) -> None:
     tokens, types = (list(column) for column in zip(*of_bytes, ("he", NORMAL), strict=True))
     small = {KEY + "tokens": tokens, KEY + "token_type": types, KEY + "merges": ["h e"]}
     for pre in one_name_each:
-        ours = load({**smollm, **small, KEY + "pre": pre})
+        actual = load({**smollm, **small, KEY + "pre": pre})
         for text in HARD_STRINGS:
-            kept = ours.encode(text, add_special_tokens=False)
-            assert ours.decode(kept.ids, skip_special_tokens=False) == text, (pre, text)
+            kept = actual.encode(text, add_special_tokens=False)
+            assert actual.decode(kept.ids, skip_special_tokens=False) == text, (pre, text)
 
 
 def test_vocabulary_words_are_not_split_in_families_that_say_so() -> None:

@@ -280,7 +280,9 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
 def test_wrong_shape_is_named(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama")
     edit(folder, {"model.norm.weight": torch.ones(47)}, set())
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is \[47\], config says \[48\]"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.norm\.weight is \[47\]; the config says \[48\]"
+    ):
         load(folder)
 
 

@@ -96,11 +96,11 @@ def test_blocks_may_have_three_dims(stored: Path) -> None:
         ({"blocks": lambda b: b[..., :15]}, r"blocks is uint8 \[5, 192, 2, 15\]"),
         (
             {"blocks": lambda b: b[:4], "scales": lambda s: s[:4]},
-            r"gate_up_proj.weight is \[4, 192, 64\], config says 5 matrices",
+            r"gate_up_proj.weight is \[4, 192, 64\]; the config says 5 matrices",
         ),
         (
             {"blocks": lambda b: b[:, 2:], "scales": lambda s: s[:, 2:]},
-            r"experts.0.gate_proj.weight is \[95, 64\], config says \[96, 64\]",
+            r"experts.0.gate_proj.weight is \[95, 64\]; the config says \[96, 64\]",
         ),
     ],
 )

@@ -55,7 +55,7 @@ def test_a_stack_of_another_size_is_refused(count: int, tmp_path: Path) -> None:
     stacks(tmp_path)
     viewed = ViewedCheckpoint(open_checkpoint(tmp_path), of_experts(count))
     for look in (viewed.layout, viewed.tensor):
-        with pytest.raises(CheckpointError, match=rf"is \[3, 4, 5\], config says {count} matr"):
+        with pytest.raises(CheckpointError, match=rf"is \[3, 4, 5\]; the config says {count} matr"):
             look("experts.0.up.weight")
 
 
@@ -108,7 +108,7 @@ def test_a_fused_matrix_with_unused_rows_is_refused(tmp_path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 1}))
     with pytest.raises(
-        CheckpointError, match=r"v_proj.weight is \[120, 72\], config says \[24, 72"
+        CheckpointError, match=r"v_proj.weight is \[120, 72\]; the config says \[24, 72"
     ):
         load(path)
 

@@ -95,7 +95,7 @@ class Run:
             peer_key=SimpleNamespace(copy_key=lambda sequence: bytes(32)),
             blocks=OpenBlocks([range(NUM_TOKENS // 4)], Bitmap(SPEC, NUM_TOKENS, (0,)), READY),
         )
-        self.told: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter()
         self.nacked: deque[Piece] = deque()
         self.sources: list[DeviceSource] = []
         self.num_sent = self.num_begun = 0
@@ -105,7 +105,7 @@ class Run:
     def num_waiting(self) -> int:
         """Return the number of frames whose copy has not begun, without those found to be
         duplicates."""
-        return self.num_sent - self.num_begun - self.told["duplicate"]
+        return self.num_sent - self.num_begun - self.outcomes["duplicate"]
 
     def send(self, piece: Piece, content: str) -> None:
         header = FrameHeader(
@@ -124,7 +124,7 @@ class Run:
         self.frames.arrived(ReceivedFrame(self.attempt, self.link, header, self.sources[-1]))
 
     def accepted(self, frame: ReceivedFrame, written: Piece | None, wake: bool = True) -> None:
-        self.told["duplicate" if written is None else "taken"] += 1
+        self.outcomes["duplicate" if written is None else "taken"] += 1
         if written is not None:
             assert self.credits[frame.header.slot] == 1, (
                 "the answer came before the credit of its slot"
@@ -132,18 +132,18 @@ class Run:
             self.attempt.bitmap.add(written)
 
     def damaged(self, frame: ReceivedFrame) -> None:
-        self.told["damaged"] += 1
+        self.outcomes["damaged"] += 1
         assert self.credits[frame.header.slot] == 1, "the answer came before the credit of its slot"
         self.nacked.append(self.attempt.bitmap.piece(frame.header))
 
     def refused(self, frame: ReceivedFrame, error: Exception) -> None:
-        self.told[str(error)] += 1
+        self.outcomes[str(error)] += 1
 
     def late(self, frame: ReceivedFrame) -> None:
-        self.told["late"] += 1
+        self.outcomes["late"] += 1
 
     def failed(self, frame: ReceivedFrame, error: Exception) -> None:
-        self.told[f"failed: {error}"] += 1
+        self.outcomes[f"failed: {error}"] += 1
 
     def check(self) -> None:
         """Check that every verified cell holds the right content."""
@@ -166,7 +166,7 @@ class Run:
 
 
 def test_duplicates_and_damaged_frames_in_any_order() -> None:
-    told: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     deferred = 0
     for seed in range(400):
         run = Run(seed)
@@ -187,9 +187,9 @@ def test_duplicates_and_damaged_frames_in_any_order() -> None:
         assert run.attempt.bitmap.complete
         assert all(run.pool.cells[cell] == GOOD for cell in run.pool.cells)
         assert run.credits == Counter(range(run.num_sent)), "each slot must be credited once"
-        told += run.told
-    print(dict(told), deferred)
-    assert min(told["taken"], told["duplicate"], told["damaged"], deferred) > 500
+        totals += run.outcomes
+    print(dict(totals), deferred)
+    assert min(totals["taken"], totals["duplicate"], totals["damaged"], deferred) > 500
 
 
 def test_a_frame_that_overlaps_verified_blocks_in_part_is_refused() -> None:
@@ -206,7 +206,7 @@ def test_a_frame_that_overlaps_verified_blocks_in_part_is_refused() -> None:
     run.frames.poll()
     assert not run.frames.busy
     assert len(run.copies) == 1
-    assert run.told == {"taken": 1, "the frame overlaps verified blocks": 1}
+    assert run.outcomes == {"taken": 1, "the frame overlaps verified blocks": 1}
     assert run.credits == {0: 1, 1: 1}
     run.check()
 
@@ -223,7 +223,7 @@ def test_an_attempt_may_end_before_and_during_a_copy(when: str) -> None:
         assert run.copies[0].waited, "not waited for, although its blocks may get another owner"
     run.frames.poll()
     assert not run.frames.busy
-    assert run.told == {"late": 1}
+    assert run.outcomes == {"late": 1}
     assert run.credits == {0: 1}
 
 
@@ -236,7 +236,7 @@ def test_a_peer_that_never_finishes_delays_no_other_frame() -> None:
     run.copies[0].end()
     run.frames.poll()
     assert run.frames.busy, "the first frame must still wait"
-    assert run.told == {"taken": 1}
+    assert run.outcomes == {"taken": 1}
 
 
 def test_a_device_failure_ends_only_its_attempt() -> None:
@@ -251,7 +251,7 @@ def test_a_device_failure_ends_only_its_attempt() -> None:
     run.copies[0].done = broken  # type: ignore[method-assign]
     run.frames.poll()
     assert not run.frames.busy
-    assert run.told == {"failed: the device has failed": 1}
+    assert run.outcomes == {"failed: the device has failed": 1}
     assert run.credits == {0: 1}
 
 

@@ -30,7 +30,7 @@ def ran() -> list[Result]:
     return []
 
 
-def told(result: Result) -> str:
+def describe(result: Result) -> str:
     return "\n".join([f"{result.config}: {result.violation}", *result.trace])
 
 
@@ -38,7 +38,7 @@ def told(result: Result) -> str:
 def test_no_interleaving_loses_or_leaks(config: Config, ran: list[Result]) -> None:
     result = explore(config)
     print(f"{config.name}: {result.states} states, {result.transitions} transitions")
-    assert result.complete, told(result)
+    assert result.complete, describe(result)
     assert result.ends > 0
     ran.append(result)
 
@@ -65,11 +65,11 @@ def moves() -> Iterator[tuple[ModuleType, str]]:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_seeded_bug_is_found(bug: Bug) -> None:
     found = explore(bug.config, bug.rules, bug.breaks)
-    print(told(found))
+    print(describe(found))
     assert found.violation.startswith(bug.breaks)
     assert len(found.trace) > 5
     sound = explore(bug.config)
-    assert sound.complete, told(sound)
+    assert sound.complete, describe(sound)
 
 
 def test_the_model_and_the_product_use_the_same_router_machine() -> None:

@@ -187,13 +187,13 @@ def test_logits_equal_transformers(subtests: pytest.Subtests, variant: str, tmp_
     path = write_tiny(tmp_path, arch, seed=3, **overrides)
     model = reference(path)
     with torch.inference_mode():
-        theirs = {x: model(torch.tensor([tokens])).logits[0] for x, tokens in ids.items()}
+        expected = {x: model(torch.tensor([tokens])).logits[0] for x, tokens in ids.items()}
     for kernels in KERNELS:
         with subtests.test(kernels=kernels):
             runner = PagedRunner(load_decoder(path, kernels=kernels))
-            ours = run_schedule(runner, ids)
-            for name, logits in theirs.items():
-                torch.testing.assert_close(ours[name], logits, atol=1e-4, rtol=0)
+            actual = run_schedule(runner, ids)
+            for name, logits in expected.items():
+                torch.testing.assert_close(actual[name], logits, atol=1e-4, rtol=0)
                 assert logits.std() > 0.3, "the logits are too flat to compare"
             assert runner.mixed_steps >= 3
             windows = {layer.window for layer in runner.decoder.config.layers} - {0}
@@ -208,7 +208,7 @@ def test_greedy_tokens_equal_transformers(
     path = write_tiny(tmp_path, arch, seed=4)
     prompt = sequences(seed=2)["b"]
     with torch.inference_mode():
-        theirs = reference(path).generate(
+        expected = reference(path).generate(
             torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None
         )[0, len(prompt) :]
     for kernels in KERNELS:
@@ -218,23 +218,23 @@ def test_greedy_tokens_equal_transformers(
             tokens = prompt[-1:]
             for _ in range(24):
                 tokens.append(int(runner.step({"x": tokens[-1:]})["x"].argmax()))
-            assert tokens[1:] == theirs.tolist()
+            assert tokens[1:] == expected.tolist()
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
 def test_bf16_is_as_close_to_float32_as_transformers_bf16(arch: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path, arch, seed=5, dtype=torch.bfloat16)
     ids = sequences()
-    ours = run_schedule(PagedRunner(load_decoder(path, torch.bfloat16)), ids)
+    actual = run_schedule(PagedRunner(load_decoder(path, torch.bfloat16)), ids)
     exact, rounded = reference(path), reference(path, torch.bfloat16)
-    errors = {"ours": 0.0, "theirs": 0.0}
+    errors = {"actual": 0.0, "expected": 0.0}
     for name, tokens in ids.items():
         with torch.inference_mode():
             truth = exact(torch.tensor([tokens])).logits[0]
-            theirs = rounded(torch.tensor([tokens])).logits[0].float()
-        errors["ours"] += (ours[name] - truth).square().mean().item()
-        errors["theirs"] += (theirs - truth).square().mean().item()
-    assert 0 < errors["ours"] <= 1.1 * errors["theirs"]
+            expected = rounded(torch.tensor([tokens])).logits[0].float()
+        errors["actual"] += (actual[name] - truth).square().mean().item()
+        errors["expected"] += (expected - truth).square().mean().item()
+    assert 0 < errors["actual"] <= 1.1 * errors["expected"]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -98,11 +98,11 @@ def test_logits_equal_the_reference(variant: str, tmp_path: Path) -> None:
     arch, overrides = VARIANTS[variant]
     path = write_tiny(tmp_path, arch, seed=3, **overrides)
     runner = PagedRunner(load_decoder(path, kernels="cuda"), block_size=16)
-    ours = run(runner, SCHEDULE)
-    theirs = run(PagedRunner(load_decoder(path), block_size=16), SCHEDULE)
-    for name, logits in ours.items():
+    actual = run(runner, SCHEDULE)
+    expected = run(PagedRunner(load_decoder(path), block_size=16), SCHEDULE)
+    for name, logits in actual.items():
         assert logits.dtype == torch.float32
-        torch.testing.assert_close(logits, theirs[name], atol=1e-4, rtol=0)
+        torch.testing.assert_close(logits, expected[name], atol=1e-4, rtol=0)
         assert logits.std() > 0.3, "the logits are too flat to compare"
     assert runner.mixed_steps == 2
     windows = {layer.window for layer in runner.decoder.config.layers} - {0}

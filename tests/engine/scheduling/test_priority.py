@@ -65,7 +65,7 @@ def test_a_tenant_gains_nothing_from_its_priorities() -> None:
     """The other tenant's requests run in the same steps, whatever priorities the first one sets."""
     hits = 0
     for seed in range(20):
-        told = []
+        runs = []
         for value in (0, -(2**31), 2**31 - 1):
             rng, now = Random(seed), [0.0]
             engine = fake_engine(max_running=3, shared_step_tokens=4, clock=lambda now=now: now[0])
@@ -77,9 +77,9 @@ def test_a_tenant_gains_nothing_from_its_priorities() -> None:
             while (step := engine.step()) is not None:
                 now[0] += 0.01
                 steps.append(keys(step.events, Finished))
-            told.append(steps)
-        assert told[0] == told[1] == told[2]
-        hits += len(told[0])
+            runs.append(steps)
+        assert runs[0] == runs[1] == runs[2]
+        hits += len(runs[0])
     assert hits > 100
 
 

@@ -305,9 +305,11 @@ def test_a_flood_takes_a_small_part_of_steps_that_others_wait_for() -> None:
     while len(step()) < 20:
         pass  # without others, one step has all its rows
     engine.submit(replace(ask("other", [7] * 4, max_tokens=3), tenant=b"other"))
-    told = [step(), step(), step()]
-    assert all("other" in keys for keys in told), "the other tenant must have a row in every step"
-    assert [len(keys) for keys in told] == [7, 7, 7]
+    keys_by_step = [step(), step(), step()]
+    assert all("other" in keys for keys in keys_by_step), (
+        "the other tenant must have a row in every step"
+    )
+    assert [len(keys) for keys in keys_by_step] == [7, 7, 7]
     engine.submit(replace(ask("other 2", [7] * 4, max_tokens=2), tenant=b"other"))
     assert step() == ["other 2"], "the flood must give way after exceeding its share"
     engine.submit(replace(ask("third", [7] * 4, max_tokens=1), tenant=b"third"))
@@ -325,18 +327,18 @@ def test_long_prompts_of_a_flood_run_one_at_a_time_but_do_run() -> None:
     arriving."""
     now = [0.0]
     engine = fake_engine(num_blocks=4096, shared_step_tokens=4, clock=lambda: now[0])
-    told = list[set[str]]()
+    keys_by_step = list[set[str]]()
     for number in range(40):
         flood = ask(f"flood {number}", [number] * 12, max_tokens=1)
         engine.submit(flood)
         newcomer = ask(f"new {number}", [2, 3, number], max_tokens=1)
         engine.submit(replace(newcomer, tenant=b"%d" % number))
         now[0] += 0.01
-        told.append({e.key for e in engine.step().events if isinstance(e, NewTokens)})
-    floods = [[key for key in keys if key.startswith("flood")] for keys in told]
+        keys_by_step.append({e.key for e in engine.step().events if isinstance(e, NewTokens)})
+    floods = [[key for key in keys if key.startswith("flood")] for keys in keys_by_step]
     assert max(map(len, floods)) == 1
     assert all(a or b for a, b in pairwise(floods))
-    assert all(f"new {number}" in keys for number, keys in enumerate(told))
+    assert all(f"new {number}" in keys for number, keys in enumerate(keys_by_step))
 
 
 def test_a_long_prompt_ends_although_short_ones_keep_arriving() -> None:

@@ -67,13 +67,13 @@ def test_formats_of_32_values_equal_those_of_the_gguf_package(subtests: pytest.S
         with subtests.test(name):
             values = np.concatenate([random_values(61, 256), awkward()])
             with np.errstate(all="ignore"):  # meaningless levels
-                theirs = gguf.quants.quantize(values, gguf.GGMLQuantizationType[name])
+                expected = gguf.quants.quantize(values, gguf.GGMLQuantizationType[name])
             # Where the scale rounds to 0 the levels are meaningless.
             meaning = np.abs(values).max(1) > 1e-20
-            ours = quantized(values, name)
+            actual = quantized(values, name)
             assert meaning.sum() == len(values) - 3
-            np.testing.assert_array_equal(ours.parts[BLOCKS][meaning], theirs[meaning])
-            assert not unpack(ours)[~meaning].any()
+            np.testing.assert_array_equal(actual.parts[BLOCKS][meaning], expected[meaning])
+            assert not unpack(actual)[~meaning].any()
 
 
 def test_the_error_of_formats_of_256_values(subtests: pytest.Subtests) -> None:

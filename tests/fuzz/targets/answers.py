@@ -48,12 +48,12 @@ class Fuzzed:
             open=rng.random() < 0.3,
             continues=rng.random() < 0.2,
         )
-        whole = _told(_parsed(form, [text]))
+        whole = _summary(_parsed(form, [text]))
         cut = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(6)))
         borders = [0, *cut, len(text)]
         parts = [text[a:b] for a, b in pairwise(borders)]
-        assert _told(_parsed(form, parts)) == whole, (form, text, cut)
-        assert _told(_parsed(form, list(text))) == whole, (form, text)
+        assert _summary(_parsed(form, parts)) == whole, (form, text, cut)
+        assert _summary(_parsed(form, list(text))) == whole, (form, text)
         answer, thought, calls = whole
         if calls:
             return "calls" if all(_is_object(arguments) for _, arguments in calls) else "begun"
@@ -94,6 +94,6 @@ def _parsed(form: AnswerFormat, pieces: list[str]) -> list[ContentPart]:
     return [part for piece in pieces for part in parser.push(piece)] + parser.finish()
 
 
-def _told(content: list[ContentPart]) -> tuple[str, str, list[tuple[str, str]]]:
+def _summary(content: list[ContentPart]) -> tuple[str, str, list[tuple[str, str]]]:
     calls = [(call.name, call.arguments) for call in calls_of(content)]
     return text_of(content), reasoning_of(content), calls

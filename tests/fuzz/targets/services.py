@@ -21,6 +21,7 @@ from systems.cluster_secret import SECRET, open_channel
 from fuzz.messages import fill
 from fuzz.mutate import mutate
 from pdserve.protos import common_pb2, fleet_pb2, router_pb2, worker_pb2
+from pdserve.services.common.rpc import PROTOCOL_VERSION
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.settings import RouterSettings
 
@@ -35,6 +36,11 @@ METHODS: dict[str, tuple[type[Message], bool]] = {  # (request, whether it is a 
     "Blobs/GetBlob": (common_pb2.BlobRequest, False),
     "Decode/Session": (worker_pb2.DecodeCommand, True),
     "Prefill/Session": (worker_pb2.PrefillCommand, True),
+}
+_HELLO = worker_pb2.SessionHello(router_incarnation=bytes(16), protocol=PROTOCOL_VERSION)
+HELLOS: dict[str, Message] = {  # workers refuse a session without one
+    "Decode/Session": worker_pb2.DecodeCommand(hello=_HELLO),
+    "Prefill/Session": worker_pb2.PrefillCommand(hello=_HELLO),
 }
 CALL_S = 0.01  # longer answers are not awaited
 LOOK = 10  # all must serve after the first case and after every LOOK cases
@@ -106,6 +112,8 @@ class Fuzzed:
         method = rng.choice(list(METHODS))
         make, streams = METHODS[method]
         messages = [self._message(rng, make) for _ in range(rng.randint(1, 6) if streams else 1)]
+        if method in HELLOS and rng.random() < 0.9:
+            messages.insert(0, HELLOS[method].SerializeToString())
         address = self._addresses[method.partition("/")[0]]
 
         async def requests() -> AsyncIterator[bytes]:

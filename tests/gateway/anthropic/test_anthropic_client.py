@@ -239,7 +239,7 @@ async def test_thinking_structure_and_effort_reach_the_pipeline(connect):
     client = await connect(parts)
     schema = {"type": "object"}
     config: Any = {"effort": "max", "format": {"type": "json_schema", "schema": schema}}
-    for thinking, budget, told in (
+    for thinking, budget, enabled in (
         ({"type": "enabled", "budget_tokens": 50}, 50, True),
         ({"type": "adaptive"}, None, True),
         ({"type": "disabled"}, None, False),
@@ -248,7 +248,7 @@ async def test_thinking_structure_and_effort_reach_the_pipeline(connect):
         request = parts.requests[-1]
         assert request.sampling.thinking_budget == budget
         assert request.conversation.suggested == {
-            "enable_thinking": told, "thinking": told, "reasoning_effort": "max",
+            "enable_thinking": enabled, "thinking": enabled, "reasoning_effort": "max",
         }  # fmt: skip
         structure = request.sampling.structure
         assert (structure.kind, structure.value) == ("json_schema", schema)

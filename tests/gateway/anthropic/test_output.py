@@ -24,18 +24,18 @@ def test_events_add_up_to_the_blocks() -> None:
 
 def check(deltas: list[Delta]) -> None:
     content = MessageContent()
-    told: list[tuple[str, str]] = []
+    received: list[tuple[str, str]] = []
     open_block: dict[str, Any] | None = None
     for event in (event for delta in deltas for event in content.push(delta)):
         if event["type"] == "content_block_start":
             assert open_block is None, "blocks must not overlap"
-            assert event["index"] == len(told)
+            assert event["index"] == len(received)
             open_block = event["content_block"]
             kind = KINDS.get(open_block["type"]) or f"call {open_block['id'][5:]}"
-            told.append((kind, ""))
+            received.append((kind, ""))
             continue
         assert open_block is not None
-        assert event["index"] == len(told) - 1
+        assert event["index"] == len(received) - 1
         if event["type"] == "content_block_stop":
             open_block = None
         else:
@@ -44,10 +44,10 @@ def check(deltas: list[Delta]) -> None:
             if kind == "signature_delta":
                 open_block["signature"] = piece
                 continue
-            told[-1] = told[-1][0], told[-1][1] + piece
+            received[-1] = received[-1][0], received[-1][1] + piece
     assert open_block is None
-    assert told == said(deltas)
-    for block, (_, text) in zip(content.blocks, told, strict=True):
+    assert received == said(deltas)
+    for block, (_, text) in zip(content.blocks, received, strict=True):
         if block["type"] == "tool_use":
             assert block["input"] == from_json(text or "{}", allow_partial=True)
         else:

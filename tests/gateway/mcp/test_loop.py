@@ -54,6 +54,7 @@ from pdserve.text import (
     Structure,
     TemplateInput,
 )
+from pdserve.text.generation_config import GenerationDefaults
 
 pytestmark = pytest.mark.anyio
 
@@ -221,7 +222,7 @@ async def test_rounds_are_streamed_in_order() -> None:
 
 async def test_an_unapproved_call_is_returned_to_the_client() -> None:
     tools = Tools(read=answers("x"), write=answers("y"))
-    for text, ours in ((calls("s__write"), 0), (calls("s__read") + calls("s__write"), 0)):
+    for text in (calls("s__write"), calls("s__read") + calls("s__write")):
         router = ToolModel("Well." + text)
         async with gateway(router, tools, approve="read") as gw:
             choice = await gw.choice()
@@ -235,7 +236,7 @@ async def test_an_unapproved_call_is_returned_to_the_client() -> None:
             for piece in chunk["choices"][0]["delta"].get("tool_calls", ())
         ]
         assert [p["function"]["name"] for p in pieces if "id" in p] == names
-        assert len(tools.called) == ours
+        assert tools.called == []
         assert len(router.starts) == 2  # one per request
 
 
@@ -264,7 +265,7 @@ async def test_the_model_sees_the_error_of_a_failed_call() -> None:
     async def broken(arguments: Mapping[str, Any]) -> ToolResult:
         raise RuntimeError("secret")
 
-    for call, told in (
+    for call, message in (
         (calls("s__fails"), "\nerror: no such city ["),
         (calls("s__broken"), "\nerror: the tool is not available at the moment ["),
         (calls("s__other"), "\nerror: this tool does not exist ["),
@@ -274,7 +275,7 @@ async def test_the_model_sees_the_error_of_a_failed_call() -> None:
         async with gateway(router, tools) as gw:
             choice = await gw.choice()
         assert choice["message"]["content"] == "Sorry."
-        assert told in router.prompt(1)
+        assert message in router.prompt(1)
         assert "secret" not in router.prompt(1)
 
 
@@ -479,6 +480,20 @@ async def test_a_result_beyond_the_context_ends_the_answer() -> None:
             choice = await gw.choice(max_tokens=2000)
         assert choice["finish_reason"] == finish
         assert choice["message"]["content"] == ("One." if finish == "length" else "One.\n\nTwo.")
+
+
+async def test_a_later_round_may_use_the_rest_of_the_context() -> None:
+    """Neither the strict rule nor a default max_tokens bounds a round below the room it has."""
+    router = ToolModel("One." + calls("s__get"), "Two.")
+    default = ModelOverrides(override=GenerationDefaults(max_tokens=3))
+    tools = Tools(get=answers("x" * (CONTEXT_LEN - 700)))
+    async with gateway(router, tools, overrides=default, strict_max_tokens=True) as gw:
+        choice = await gw.choice(max_tokens=2000)
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "One.\n\nTwo.")
+        assert router.starts[1].params.max_tokens == 0  # all room
+        router.starts.clear()
+        choice = await gw.choice(max_tokens=2000, min_tokens=2000)
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "One.")
 
 
 async def test_each_round_may_wait_but_all_share_one_deadline() -> None:

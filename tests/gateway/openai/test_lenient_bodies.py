@@ -187,9 +187,9 @@ async def test_neutral_samplers_and_other_names(make_http, subtests):
             assert (await client.post(url, json=body)).status_code == 200
             reply = await client.post(url, json=body | neutral)
             assert reply.status_code == 200, reply.text
-            plain, told = (start.params for start in router.starts)
-            assert told.repetition_penalty == 1.0
-            assert told == plain
+            plain, neutral_params = (start.params for start in router.starts)
+            assert neutral_params.repetition_penalty == 1.0
+            assert neutral_params == plain
             neutral["repeat_last_n"] = 64
             reply = await client.post(url, json=body | neutral)
             assert reply.status_code == 200, reply.text

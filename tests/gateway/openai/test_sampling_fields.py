@@ -141,8 +141,8 @@ async def test_log_probabilities_of_tokens_by_id(make_http, url):
             first = choice["logprobs"]["content"][0]
             assert first["token"] == names[own]
             assert bytes(first["bytes"]) == b"hello"
-            told = [(top["token"], top["logprob"]) for top in first["top_logprobs"]]
-            assert told == [(names[own], -9.0 - own), (names[66], -75.0), (names[67], -76.0)]
+            scored = [(top["token"], top["logprob"]) for top in first["top_logprobs"]]
+            assert scored == [(names[own], -9.0 - own), (names[66], -75.0), (names[67], -76.0)]
         else:
             assert choice["logprobs"]["tokens"][0] == names[own]
             assert set(choice["logprobs"]["top_logprobs"][0]) == set(names.values())
@@ -157,10 +157,10 @@ async def test_log_probabilities_of_a_prompt(make_http, url):
         (start,) = router.starts
         assert start.params.prompt_logprobs == count
         assert not start.params.HasField("logprobs")
-        told = [reply] if url == CHAT else reply["choices"]
-        assert len(told) == (1 if url == CHAT else 2)
-        for place in told:
-            first, *rest = place["prompt_logprobs"]
+        answers = [reply] if url == CHAT else reply["choices"]
+        assert len(answers) == (1 if url == CHAT else 2)
+        for answer in answers:
+            first, *rest = answer["prompt_logprobs"]
             assert first is None
             assert len(rest) == len(start.prompt_ids) - 1
             for position, (token, entries) in enumerate(

@@ -70,9 +70,9 @@ async def test_a_router_of_no_neighbouring_release_is_retried_with_pauses_until_
         assert ids == ANSWER, "the other router must keep serving"
     assert not new.starts
     assert max(pauses) == session_module.MAX_REFUSED_S
-    told = [r.message for r in caplog.records if f"router {addresses[1]}:" in r.message]
-    assert len(told) == 1, "the refusal must be logged once"
-    assert told[0].endswith("retrying")
+    refusals = [r.message for r in caplog.records if f"router {addresses[1]}:" in r.message]
+    assert len(refusals) == 1, "the refusal must be logged once"
+    assert refusals[0].endswith("retrying")
     new.protocol = PROTOCOL_VERSION + 1
     await eventually(lambda: client.num_connected == 2)
     await client.close()

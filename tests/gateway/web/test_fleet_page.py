@@ -152,7 +152,7 @@ def test_the_way_of_a_request_is_drawn(shown: Shown) -> None:
 
 def test_a_late_trace_does_not_replace_the_one_that_is_shown(shown: Shown) -> None:
     """A phase of a newer gateway is left out."""
-    asked = """(async () => {
+    script = """(async () => {
       const { showTrace } = await import("/web/trace.js");
       const phases = ["queue", "future"].map((name) => ({ name, start_ms: 0, duration_ms: 1 }));
       const trace = { phases, attempts: [], total_ms: 2, time_to_first_token_ms: null };
@@ -174,7 +174,7 @@ def test_a_late_trace_does_not_replace_the_one_that_is_shown(shown: Shown) -> No
       const rows = document.querySelectorAll("#trace-phases tbody tr").length;
       return [document.querySelector("#trace-facts").textContent.split(" · ")[0], rows];
     })()"""
-    assert shown.page.run(asked) == ["fast", 1]
+    assert shown.page.run(script) == ["fast", 1]
 
 
 def test_axe_finds_nothing_serious(shown: Shown) -> None:

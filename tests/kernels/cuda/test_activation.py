@@ -22,9 +22,9 @@ def test_activation(shape: tuple[int, int], dtype: torch.dtype, most: float, kin
     draw = torch.Generator().manual_seed(tokens * size)
     x = (torch.randn(tokens, 2 * size, generator=draw) * 5).to(dtype)
     formula = reference.gated(x[:, :size].double(), x[:, size:].double(), kind)
-    ours = gated(x, kind)
-    assert (ours.dtype, ours.shape) == (dtype, shape)
-    assert (ours.double() - formula).norm() <= most * formula.norm()
+    actual = gated(x, kind)
+    assert (actual.dtype, actual.shape) == (dtype, shape)
+    assert (actual.double() - formula).norm() <= most * formula.norm()
     if kind != "swiglu_oai":
         formula = reference.activated(x.double(), kind)
         assert (activated(x, kind).double() - formula).norm() <= most * formula.norm()

@@ -20,8 +20,8 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def error(ours: Tensor, formula: Tensor) -> float:
-    return float((ours.double() - formula).norm() / formula.norm().clamp_min(1e-30))
+def error(actual: Tensor, formula: Tensor) -> float:
+    return float((actual.double() - formula).norm() / formula.norm().clamp_min(1e-30))
 
 
 def formula(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_layer: bool) -> Tensor:
@@ -39,9 +39,9 @@ def test_norm(shape: tuple[int, int], dtype: torch.dtype, most: float, kind: str
     x, weight = drawn(1, *shape, dtype=dtype) * 3 + 1, drawn(2, shape[1])
     bias = drawn(3, shape[1]) if kind.endswith("bias") else None
     is_layer = kind != "rms"
-    ours = norm(x, weight, bias, 1e-3, is_layer=is_layer)
-    assert ours.dtype == dtype
-    assert error(ours, formula(x, weight, bias, 1e-3, is_layer)) <= most
+    actual = norm(x, weight, bias, 1e-3, is_layer=is_layer)
+    assert actual.dtype == dtype
+    assert error(actual, formula(x, weight, bias, 1e-3, is_layer)) <= most
 
 
 @pytest.mark.parametrize(("dtype", "most"), DTYPES)
@@ -63,9 +63,9 @@ def test_add_norm(shape: tuple[int, int], dtype: torch.dtype, most: float, has_h
     stream, x, held = (drawn(n, *shape, dtype=dtype) for n in range(3))
     weight = drawn(4, shape[1])
     before, scaled = stream.clone(), (x.float() * 0.22).to(dtype)
-    ours = add_norm(stream, x, weight, None, 1e-5, held=held if has_held else None, factor=0.22)
+    actual = add_norm(stream, x, weight, None, 1e-5, held=held if has_held else None, factor=0.22)
     assert torch.equal(stream, before + (held + scaled if has_held else scaled))
-    assert error(ours, formula(stream, weight, None, 1e-5, False)) <= most
+    assert error(actual, formula(stream, weight, None, 1e-5, False)) <= most
     alone = before.clone()
     add(alone, x, held if has_held else None, 0.22)
     assert torch.equal(alone, stream)
@@ -84,10 +84,10 @@ def test_splits_are_added_in_the_same_order_as_by_the_product(
     assert len(sums.partials) == 3
     for held in (None, drawn(5, 3, 70, dtype=dtype)):
         once, other = stream.clone(), stream.clone()
-        ours = add_norm(once, sums, weight, None, 1e-5, held=held, factor=0.5)
+        actual = add_norm(once, sums, weight, None, 1e-5, held=held, factor=0.5)
         product = linear(x, matrix, bias)
         assert torch.equal(
-            ours, add_norm(other, product, weight, None, 1e-5, held=held, factor=0.5)
+            actual, add_norm(other, product, weight, None, 1e-5, held=held, factor=0.5)
         )
         assert torch.equal(once, other)
     assert torch.equal(gated(sums, "silu"), gated(product, "silu"))

@@ -58,7 +58,9 @@ from pdserve.services.common.server import HEALTH_CHECK, GrpcServer
 
 pytestmark = pytest.mark.anyio
 AUTHORITY = make_authority()
-OURS = {method: roles for method, roles in RIGHTS.items() if method.startswith("/pdserve.")}
+SERVICE_METHODS = {
+    method: roles for method, roles in RIGHTS.items() if method.startswith("/pdserve.")
+}
 
 
 class Everything(FleetServicer, RouterServicer, BlobsServicer, DecodeServicer, PrefillServicer):
@@ -170,7 +172,7 @@ async def status_of(answer: Any) -> grpc.StatusCode:
 async def test_a_role_may_call_only_its_methods(server: Any, role: Role) -> None:
     everything, address = server
     with access_of(role).open_blocking_channel(address, Role.ROUTER) as channel:
-        for method, allowed in OURS.items():
+        for method, allowed in SERVICE_METHODS.items():
             everything.called.clear()
             found = await status(channel, method)
             if role in allowed:
@@ -192,7 +194,7 @@ async def test_every_method_of_the_cluster_has_a_row(server: Any) -> None:
         for method in service.methods
         if method.name not in of_people
     }
-    assert methods == set(OURS)
+    assert methods == set(SERVICE_METHODS)
 
 
 async def test_an_unknown_client_is_refused_by_tls(server: Any) -> None:
@@ -207,7 +209,7 @@ async def test_an_unknown_client_is_refused_by_tls(server: Any) -> None:
         grpc.insecure_channel(address),
     ):
         with channel:
-            for method in (*OURS, HEALTH_CHECK):
+            for method in (*SERVICE_METHODS, HEALTH_CHECK):
                 assert await status(channel, method) is grpc.StatusCode.UNAVAILABLE
     assert not everything.called
 

@@ -232,10 +232,10 @@ def test_any_sequence_ends_in_the_server_s_last_state(writes: Any, data: st.Data
     versions = data.draw(st.lists(st.integers(0, last), min_size=1, max_size=3).map(sorted))
     for listed, until in zip(versions, [*versions[1:], last], strict=True):
         slices.take_list(server.list(listed))
-        told = server.events[listed:until]
+        recent = server.events[listed:until]
         numbers = data.draw(st.lists(st.integers(0, 99), max_size=8))
         again = [server.events[number % until] for number in numbers if until]
-        for event in data.draw(st.permutations([*told, *again])):
+        for event in data.draw(st.permutations([*recent, *again])):
             slices.take_event(event)
     expected = EndpointSlices("grpc")
     expected.take_list(server.list(last))

@@ -115,11 +115,11 @@ def test_a_shared_prefix_is_an_option() -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("notified", [False, True])
 async def test_a_file_is_reloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str, told: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str, notified: bool
 ) -> None:
-    monkeypatch.setattr("pdserve.services.common.tenants.LOOK_AGAIN_S", 3600 if told else 0.01)
+    monkeypatch.setattr("pdserve.services.common.tenants.LOOK_AGAIN_S", 3600 if notified else 0.01)
     path = tmp_path / "keys"
     path.write_text("one\n")
     keys = ApiKeys(file=str(path))
@@ -128,7 +128,7 @@ async def test_a_file_is_reloaded(
 
     async def change(text: str) -> None:
         path.write_text(text)
-        if told:
+        if notified:
             os.kill(os.getpid(), signal.SIGHUP)
 
     await change("one\ntwo\n")

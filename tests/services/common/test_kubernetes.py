@@ -14,12 +14,12 @@ from random import Random
 
 import pytest
 from fakes.endpoints import FakeEndpoints
-from fakes.kubernetes import EVENT_FAULTS, NAMESPACE, FakeKubernetes, endpoint_slice
+from fakes.kubernetes import EVENT_FAULTS, NAMESPACE, FakeKubernetes, endpoint_slice, in_pod
 from systems.cluster_secret import SECRET
 from systems.eventually import LIMIT_S, eventually, wait_until
 
 from pdserve.gateway.settings import GatewaySettings
-from pdserve.services.common import kubernetes, kubernetes_api
+from pdserve.services.common import kubernetes
 from pdserve.services.common.discovery import Discovery, resolve
 from pdserve.services.common.endpoint_slices import EndpointSlices, parse_kubernetes
 from pdserve.services.common.kubernetes_api import ApiServerError
@@ -34,15 +34,9 @@ Find = Callable[..., Discovery]
 
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKubernetes]:
-    """A fake API server that processes find as in a pod."""
-    made = FakeKubernetes(tmp_path)
-    made.start()
-    for name, value in made.environ.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(kubernetes_api, "SERVICE_ACCOUNT", str(tmp_path))
     monkeypatch.setattr(kubernetes, "MAX_BACKOFF_S", 0.5)
-    yield made
-    made.stop()
+    with in_pod(tmp_path, monkeypatch) as server:
+        yield server
 
 
 @pytest.fixture
@@ -105,15 +99,15 @@ def test_the_first_list_has_all_addresses(pods: FakeEndpoints, find: Find) -> No
 
 
 def test_changes_are_reported(pods: FakeEndpoints, find: Find) -> None:
-    told = threading.Event()
-    discovery = find(on_change=told.set)
+    changed = threading.Event()
+    discovery = find(on_change=changed.set)
     assert found(discovery) == []
     pod = pods.add("10.0.0.1")
-    assert told.wait(60)
+    assert changed.wait(60)
     assert found(discovery) == []
-    told.clear()
+    changed.clear()
     pods.set(pod, ready=True)
-    assert told.wait(60)
+    assert changed.wait(60)
     assert found(discovery) == ["10.0.0.1:50050"]
     pods.set(pod, ready=True, terminating=True)
     says(discovery)
@@ -317,9 +311,9 @@ def test_an_internal_error_ends_no_watch(
     pods.add("10.0.0.2", ready=True)
     says(discovery, "10.0.0.1", "10.0.0.2")
     assert len(failures) == 1
-    (told,) = [r for r in caplog.records if "an odd event" in r.message]
-    assert "ZeroDivisionError" in told.message
-    assert told.exc_info
+    (record,) = [r for r in caplog.records if "an odd event" in r.message]
+    assert "ZeroDivisionError" in record.message
+    assert record.exc_info
 
 
 # --- log messages
@@ -333,7 +327,7 @@ def test_a_missing_right_is_named(
     says(discovery)
     wait_until(lambda: watched(api))
     (text,) = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    assert "told to say 403" in text, "the API server's message"
+    assert "scripted status 403" in text, "the API server's message"
     assert "Role with the verbs get, list and watch" in text
     assert "endpointslices of apiGroup discovery.k8s.io" in text
     assert "k8s/components/endpoint-slices" in text

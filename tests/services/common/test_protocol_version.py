@@ -11,17 +11,17 @@ from pdserve.services.common.rpc.channel import MAX_LOGGED_PEERS, incompatibilit
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "talk"),
+    ("version", "peer_version", "compatible"),
     [
         (1, 0, False), (1, 1, True), (1, 2, True), (1, 3, False),
         (2, 0, False), (3, 1, False), (3, 2, True), (3, 4, True),
     ],
 )  # fmt: skip
 def test_a_release_is_compatible_with_its_neighbours(
-    ours: int, theirs: int, talk: bool, monkeypatch: pytest.MonkeyPatch
+    version: int, peer_version: int, compatible: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "PROTOCOL_VERSION", ours)
-    assert (incompatibility(theirs, "router", "worker a:1") == "") == talk
+    monkeypatch.setattr(channel, "PROTOCOL_VERSION", version)
+    assert (incompatibility(peer_version, "router", "worker a:1") == "") == compatible
 
 
 def test_the_error_says_to_upgrade_the_older_release(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,10 +39,10 @@ def test_the_error_says_to_upgrade_the_older_release(monkeypatch: pytest.MonkeyP
 def test_the_error_about_a_peer_without_a_version_names_one_that_exists(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for ours, needed in ((1, 1), (3, 2)):
-        monkeypatch.setattr(channel, "PROTOCOL_VERSION", ours)
+    for version, needed in ((1, 1), (3, 2)):
+        monkeypatch.setattr(channel, "PROTOCOL_VERSION", version)
         assert incompatibility(0, "router", "worker a:1") == (
-            f"protocol version {ours} of the router does not match 0 of the worker a:1: "
+            f"protocol version {version} of the router does not match 0 of the worker a:1: "
             f"upgrade the worker a:1 to a release with version {needed} first"
         )
 
@@ -70,12 +70,12 @@ def test_of_many_refused_peers_the_recent_ones_are_remembered(
         for peer in (f"worker {number}:1", "worker a:1"):
             with pytest.raises(ServiceError):
                 gate.check(9, peer)
-    told = [record.args for record in caplog.records]
-    assert len(told) == 2 * MAX_LOGGED_PEERS + 1
-    assert sum("worker a:1" in str(args) for args in told) == 1
+    refusals = [record.args for record in caplog.records]
+    assert len(refusals) == 2 * MAX_LOGGED_PEERS + 1
+    assert sum("worker a:1" in str(args) for args in refusals) == 1
     with pytest.raises(ServiceError):
         gate.check(9, "worker 0:1")
-    assert len(caplog.records) == len(told) + 1, "it was forgotten"
+    assert len(caplog.records) == len(refusals) + 1, "it was forgotten"
 
 
 def test_the_host_of_a_call() -> None:

@@ -76,8 +76,8 @@ def test_an_adopted_stream_is_complete_and_nothing_is_recomputed(
         stats = await engine_stats(pair)
         assert stats.prompt_tokens == before == 50
         assert figures(pair) == LeaseFigures(adopted=1)
-        told = await load(pair)
-        assert (told.parked, told.adopted) == (0, 1)
+        report = await load(pair)
+        assert (report.parked, report.adopted) == (0, 1)
         await client.close()
         await pair.at_rest()
 

@@ -407,10 +407,10 @@ def test_a_frozen_engine_is_not_serving(
             return int((await stub.Check(health_pb2.HealthCheckRequest())).status)
 
     async def until(pair: Pair, status: int) -> None:
-        async def told() -> bool:
+        async def has_status() -> bool:
             return await health(pair) == status
 
-        await eventually(told, f"health {status}")
+        await eventually(has_status, f"health {status}")
 
     async def test(pair: Pair) -> None:
         serving = health_pb2.HealthCheckResponse

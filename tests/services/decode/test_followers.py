@@ -114,11 +114,11 @@ def test_followers_share_the_kv_of_one_leader(
         first = await lead(pair, ids)
         await bench.held()
         others = [await follow(pair, ids, remote=number % 2 == 0) for number in range(7)]
-        told = await load(pair)
-        assert (told.following, told.attached) == (7, 0)
-        assert told.waiting >= 7
+        report = await load(pair)
+        assert (report.following, report.attached) == (7, 0)
+        assert report.waiting >= 7
         await bench.verified(pair, first)
-        assert told.promised_tokens == 0, (
+        assert report.promised_tokens == 0, (
             "the leader's blocks are reserved, no follower's are promised"
         )
         assert "tokens" not in pair.decode.kinds()
@@ -131,12 +131,12 @@ def test_followers_share_the_kv_of_one_leader(
                 assert finished.cached_tokens >= length - 1 - length % BLOCK
                 kinds = pair.decode.kinds(attempt)
                 assert kinds.index("attached") < kinds.index("tokens")
-        told = await load(pair)
-        assert (told.following, told.attached, told.placed_again) == (0, 7, 0)
+        report = await load(pair)
+        assert (report.following, report.attached, report.placed_again) == (0, 7, 0)
         assert (await load(pair, prefill=True)).prompt_tokens == length - 1
         # Each computes its own last token, and the part of the prompt that does not fill a block.
-        assert told.prompt_tokens == 1 + 7 * max(1, length % BLOCK)
-        (transport,) = told.transports
+        assert report.prompt_tokens == 1 + 7 * max(1, length % BLOCK)
+        (transport,) = report.transports
         assert transport.bytes == -(-(length - 1) // BLOCK) * 128
         await pair.at_rest()
 
@@ -215,9 +215,9 @@ def test_a_prefill_in_decode_also_leads(with_bench: Callable[..., None], bench: 
             assert pair.decode.tokens(attempt) == expected(IDS)
         admitted = [await pair.decode.wait("admitted", attempt) for attempt in others]
         assert all(answer.follows for answer in admitted)
-        told = await load(pair)
-        assert told.prompt_tokens == 200 + 3
-        assert told.attached == 3
+        report = await load(pair)
+        assert report.prompt_tokens == 200 + 3
+        assert report.attached == 3
         await pair.at_rest()
 
     with_bench(test)
@@ -247,8 +247,8 @@ def test_followers_of_a_lost_leader_are_placed_again(
             assert pair.decode.kinds(attempt) == ["admitted", "place_again"]
         ends = [m.attempt for k, m in pair.decode.events if k in ("place_again", "handoff_lost")]
         assert ends == ([first] if how == "lost" else []) + others
-        told = await load(pair)
-        assert (told.following, told.placed_again) == (0, 3)
+        report = await load(pair)
+        assert (report.following, report.placed_again) == (0, 3)
         pair.prefill.send(wire.PrefillCommand(cancel=cancel))
         bench.gate.set()
         promoted = await lead(pair)
@@ -285,8 +285,8 @@ def test_followers_end_independently(with_bench: Callable[..., None], bench: Ben
         found = pair.decode.tokens(half)
         assert (found[0], found[1]) == ([], expected(IDS, seed=7, **both)[1])
         assert pair.decode.kinds(gone) == ["admitted"]
-        told = await load(pair)
-        assert (told.attached, told.placed_again) == (1, 0)
+        report = await load(pair)
+        assert (report.attached, report.placed_again) == (1, 0)
         await pair.at_rest()
 
     with_bench(test)
@@ -357,9 +357,9 @@ def test_a_parked_follower_also_waits_for_its_router(
                 await client.wait("finished", attempt)
                 assert client.tokens(attempt) == expected(ids)
             assert ("attached" in client.kinds(other)) == (adopted == "before")
-            told = await load(pair)
-            assert (told.attached, told.placed_again) == (1, 0)
-            assert told.prompt_tokens <= 1 + BLOCK
+            report = await load(pair)
+            assert (report.attached, report.placed_again) == (1, 0)
+            assert report.prompt_tokens <= 1 + BLOCK
         await client.close()
         await pair.at_rest()
 

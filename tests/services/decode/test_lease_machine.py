@@ -148,8 +148,8 @@ def test_every_path_frees_once_forgets_once_and_never_returns() -> None:
                 assert lease == before
                 assert set(actions) <= {LeaseAction.COUNT_STALE, LeaseAction.SEND_GONE}
             if before.live and not lease.live:
-                told = isinstance(event, AttemptEnded | BlocksEvicted) and now < before.until
-                assert told != (LeaseAction.GIVE_UP in actions)
+                ends_early = isinstance(event, AttemptEnded | BlocksEvicted) and now < before.until
+                assert ends_early != (LeaseAction.GIVE_UP in actions)
                 frees += 1
             else:
                 assert LeaseAction.GIVE_UP not in actions

@@ -37,8 +37,8 @@ def test_a_remote_prompt(with_pair: Callable[..., None]) -> None:
         assert parent_of(spans["prefill compute"]) == own_id(prefill)
         phases = ("queue", "prefill", "transfer", "first token")
         lengths = [spans[f"decode {name}"] for name in phases if f"decode {name}" in spans]
-        told = finished.phases
-        total = told.queue_s + told.prefill_s + told.transfer_s + told.first_token_s
+        reported = finished.phases
+        total = reported.queue_s + reported.prefill_s + reported.transfer_s + reported.first_token_s
         measured = sum(span.end_time - span.start_time for span in lengths) / 1e9
         assert abs(measured - total) < 0.001
 

@@ -42,9 +42,9 @@ async def ask(
     """Send a POST whose body comes in one piece."""
     named = {key.replace("_", "-"): value for key, value in headers.items()}
     exchange = picker.exchange()
-    told = await tell(exchange, head(CHAT | named, context=context), body(prompt))
+    reply = await tell(exchange, head(CHAT | named, context=context), body(prompt))
     exchange.close()
-    return told
+    return reply
 
 
 def prompts(num: int) -> list[bytes]:
@@ -62,8 +62,8 @@ async def test_gateway_following_epp_routing() -> None:
         ips = ",".join(one.partition(":")[0] for one in designated)
         got = Counter()
         for prompt in prompts(30):
-            told = await ask(picker, prompt=prompt, test_epp_endpoint_selection=ips)
-            got.update(told.endpoints)
+            reply = await ask(picker, prompt=prompt, test_epp_endpoint_selection=ips)
+            got.update(reply.endpoints)
         assert set(got) == set(designated)
 
 
@@ -135,12 +135,12 @@ async def test_clients_choose_nothing_without_the_option() -> None:
     """The header of the tests, and the protocol's own, are ignored if a client sends them."""
     picker = ScriptedPicker(PODS)
     picker.routers.hosts = ["10.0.0.3"]
-    told = await ask(
+    reply = await ask(
         picker,
         test_epp_endpoint_selection="10.0.0.1",
         x_gateway_destination_endpoint="10.0.0.1:8080",
     )
-    assert told.endpoints == ["10.0.0.3:8080"]
+    assert reply.endpoints == ["10.0.0.3:8080"]
 
 
 # --- pkg/lwepp/handlers
@@ -161,9 +161,9 @@ async def test_round_robin_without_a_prompt() -> None:
 
 async def test_no_pods() -> None:
     """TestHandleRequestHeaders_NoPods; 503 as the protocol says, in the shape of the API."""
-    told = await ask(ScriptedPicker([]))
-    assert (told.endpoints, told.status) == ([], 503)
-    (answer,) = told.answers
+    reply = await ask(ScriptedPicker([]))
+    assert (reply.endpoints, reply.status) == ([], 503)
+    (answer,) = reply.answers
     assert json.loads(answer.immediate_response.body)["error"]["message"] == "no endpoint is ready"
     assert set_headers(answer)["retry-after"] == "1"
 
@@ -190,9 +190,9 @@ async def test_subset_hint(hint: str | list[str], allowed: list[str]) -> None:
     picker = ScriptedPicker(PODS)
     got = set()
     for prompt in prompts(20):
-        told = await ask(picker, subset(hint), prompt)
-        got.update(told.endpoints)
-        assert told.status == (0 if allowed else 503)
+        reply = await ask(picker, subset(hint), prompt)
+        got.update(reply.endpoints)
+        assert reply.status == (0 if allowed else 503)
     assert got == set(allowed)
 
 
@@ -207,18 +207,18 @@ async def test_other_metadata_is_no_hint() -> None:
 async def test_the_test_header_counts_before_the_hint() -> None:
     """TestHandleRequestHeaders_HeaderTakesPrecedenceOverMetadata."""
     picker = ScriptedPicker(PODS[1:], conformance_headers=True)
-    told = await ask(picker, subset(PODS[1:]), test_epp_endpoint_selection="10.0.0.2")
-    assert told.endpoints == ["10.0.0.2:8080"]
+    reply = await ask(picker, subset(PODS[1:]), test_epp_endpoint_selection="10.0.0.2")
+    assert reply.endpoints == ["10.0.0.2:8080"]
 
 
 async def test_the_head_waits_for_the_body() -> None:
     """TestProcess_DeferredHeaderMutationOnStreamingBody."""
     exchange = ScriptedPicker(PODS[:1]).exchange()
     assert await exchange.take(head(CHAT)) == []
-    told = await tell(exchange, body(PROMPT))
-    assert told.kinds == ["request_headers", "request_body"]
-    assert told.endpoints == PODS[:1]
-    assert not told.answers[1].request_body.response.HasField("header_mutation")
+    reply = await tell(exchange, body(PROMPT))
+    assert reply.kinds == ["request_headers", "request_body"]
+    assert reply.endpoints == PODS[:1]
+    assert not reply.answers[1].request_body.response.HasField("header_mutation")
 
 
 # --- the protocol's text
@@ -226,8 +226,8 @@ async def test_the_head_waits_for_the_body() -> None:
 
 async def test_without_names_the_hint_decides() -> None:
     picker = ScriptedPicker(None)
-    told = await ask(picker, subset(["10.9.9.9:1"]))
-    assert told.endpoints == ["10.9.9.9:1"]
+    reply = await ask(picker, subset(["10.9.9.9:1"]))
+    assert reply.endpoints == ["10.9.9.9:1"]
     assert (await ask(picker)).status == 503
     assert (await ask(picker, subset(["10.9.9.9"]))).status == 503  # no port
 
@@ -244,9 +244,9 @@ async def test_a_request_that_the_router_would_refuse() -> None:
     """The answer is 429."""
     picker = ScriptedPicker(PODS)
     picker.routers.overloaded = True
-    told = await ask(picker)
-    assert (told.endpoints, told.status) == ([], 429)
-    assert set_headers(told.answers[0])["retry-after"] == "1"
+    reply = await ask(picker)
+    assert (reply.endpoints, reply.status) == ([], 429)
+    assert set_headers(reply.answers[0])["retry-after"] == "1"
 
 
 async def test_a_body_is_passed_on_unchanged_in_order() -> None:
@@ -256,20 +256,20 @@ async def test_a_body_is_passed_on_unchanged_in_order() -> None:
     parts = [b'{"a": "' + bytes([65 + n]) * 30_000 for n in range(7)] + [b"z" * 200_000 + b'"}']
     exchange = picker.exchange()
     sent = [body(part, last=part is parts[-1]) for part in parts]
-    told = await tell(exchange, head(CHAT), *sent)
-    assert told.passed == b"".join(parts)
-    assert told.ended
-    assert told.kinds[0] == "request_headers"
-    assert bytes(picker.routers.requests[0].prompt_ids) == told.passed
+    reply = await tell(exchange, head(CHAT), *sent)
+    assert reply.passed == b"".join(parts)
+    assert reply.ended
+    assert reply.kinds[0] == "request_headers"
+    assert bytes(picker.routers.requests[0].prompt_ids) == reply.passed
 
 
 async def test_a_body_that_ends_with_trailers() -> None:
     exchange = ScriptedPicker(PODS).exchange()
-    told = await tell(exchange, head(CHAT), body(PROMPT, last=False), TRAILERS)
-    assert told.kinds == ["request_headers", "request_body", "request_trailers"]
-    assert told.passed == PROMPT
-    assert not told.ended
-    assert told.endpoints
+    reply = await tell(exchange, head(CHAT), body(PROMPT, last=False), TRAILERS)
+    assert reply.kinds == ["request_headers", "request_body", "request_trailers"]
+    assert reply.passed == PROMPT
+    assert not reply.ended
+    assert reply.endpoints
 
 
 async def test_a_buffered_body() -> None:
@@ -279,17 +279,17 @@ async def test_a_buffered_body() -> None:
     exchange = picker.exchange()
     (answer,) = await exchange.take(head(CHAT, mode=BUFFERED))
     assert answer == pb.ProcessingResponse(request_headers=pb.HeadersResponse())
-    told = await tell(exchange, body(PROMPT))
-    assert told.kinds == ["request_body"]
-    assert told.endpoints == ["10.0.0.2:8080"]
-    assert told.passed == b""
+    reply = await tell(exchange, body(PROMPT))
+    assert reply.kinds == ["request_body"]
+    assert reply.endpoints == ["10.0.0.2:8080"]
+    assert reply.passed == b""
 
 
 @pytest.mark.parametrize("mode", [pb.NONE, pb.STREAMED, pb.BUFFERED_PARTIAL])
 async def test_modes_in_which_only_the_head_can_name_an_endpoint(mode: pb.BodySendMode) -> None:
     exchange = ScriptedPicker(PODS).exchange()
-    told = await tell(exchange, head(CHAT, mode=mode))
-    assert told.endpoints
+    reply = await tell(exchange, head(CHAT, mode=mode))
+    assert reply.endpoints
     if mode != pb.NONE:
         (answer,) = await exchange.take(body(PROMPT))
         assert answer == pb.ProcessingResponse(request_body=pb.BodyResponse())
@@ -303,5 +303,5 @@ async def test_a_proxy_that_only_observes_gets_no_answer() -> None:
 
 async def test_nothing_is_sent_after_a_refusal() -> None:
     exchange = ScriptedPicker([]).exchange()
-    told = await tell(exchange, head(CHAT), body(PROMPT, last=False), body(b"", last=True))
-    assert told.kinds == ["immediate_response"]
+    reply = await tell(exchange, head(CHAT), body(PROMPT, last=False), body(b"", last=True))
+    assert reply.kinds == ["immediate_response"]

@@ -43,7 +43,7 @@ async def test_the_policy_decides() -> None:
 async def test_a_request_without_a_prompt_goes_to_the_least_loaded() -> None:
     picker = ScriptedPicker(PODS)
     open_ones = [await tell(picker.exchange(), head(MODELS, end_of_stream=True)) for _ in range(6)]
-    assert sorted(one for told in open_ones for one in told.endpoints) == sorted(2 * PODS)
+    assert sorted(one for reply in open_ones for one in reply.endpoints) == sorted(2 * PODS)
     assert picker.decisions() == {"no prompt": 6}
     assert await endpoint_of(picker, b"no json")
     assert picker.routers.requests == []
@@ -101,9 +101,9 @@ async def test_an_endpoint_that_was_skipped_is_the_last_choice() -> None:
     picker = ScriptedPicker(PODS, fallbacks=2)
     picker.routers.hosts = ["10.0.0.1"]
     exchange = picker.exchange()
-    told = await tell(exchange, head(CHAT), body(PROMPT))
-    assert told.endpoints[0] == PODS[0]
-    served = metadata(messages.LB, x_gateway_destination_endpoint_served=told.endpoints[1])
+    reply = await tell(exchange, head(CHAT), body(PROMPT))
+    assert reply.endpoints[0] == PODS[0]
+    served = metadata(messages.LB, x_gateway_destination_endpoint_served=reply.endpoints[1])
     response = pb.ProcessingRequest(response_headers=pb.HttpHeaders(), metadata_context=served)
     await exchange.take(response)
     exchange.close()
@@ -115,8 +115,8 @@ async def test_an_endpoint_that_was_skipped_is_the_last_choice() -> None:
 async def test_a_request_counts_until_its_stream_ends() -> None:
     picker = ScriptedPicker(PODS)
     exchange = picker.exchange()
-    told = await tell(exchange, head(CHAT), body(PROMPT))
-    endpoint = picker.endpoints.get(told.endpoints[0])
+    reply = await tell(exchange, head(CHAT), body(PROMPT))
+    endpoint = picker.endpoints.get(reply.endpoints[0])
     assert endpoint.num_open == 1
     exchange.close()
     exchange.close()
@@ -184,10 +184,10 @@ async def test_a_body_that_is_too_long_is_passed_on_as_it_arrives() -> None:
     exchange = picker.exchange()
     assert await exchange.take(head(CHAT)) == []
     assert await exchange.take(body(b"{" * 900, last=False)) == []
-    told = await tell(exchange, body(b"x" * 200, last=False), body(b"y" * 5000))
-    assert told.endpoints
-    assert told.passed == b"{" * 900 + b"x" * 200 + b"y" * 5000
-    assert told.ended
+    reply = await tell(exchange, body(b"x" * 200, last=False), body(b"y" * 5000))
+    assert reply.endpoints
+    assert reply.passed == b"{" * 900 + b"x" * 200 + b"y" * 5000
+    assert reply.ended
     assert picker.bodies.share.total == 0
     assert picker.prompts.num_read == 0
 
@@ -199,8 +199,8 @@ async def test_the_total_size_of_bodies_is_bounded() -> None:
         await exchange.take(head(CHAT))
         assert await exchange.take(body(b"{" * 700, last=False)) == []
     await waiting[2].take(head(CHAT))
-    told = await tell(waiting[2], body(b"{" * 700, last=False))
-    assert told.endpoints
+    reply = await tell(waiting[2], body(b"{" * 700, last=False))
+    assert reply.endpoints
     for exchange in waiting:
         exchange.close()
     assert picker.bodies.share.total == 0

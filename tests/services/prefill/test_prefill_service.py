@@ -271,8 +271,8 @@ def test_an_ended_attempt_does_not_begin_again_and_its_end_is_resent(
         for _ in range(2):
             pair.prefill.events.clear()
             pair.start_prefill(attempt, prompt(199), given)
-            told = await pair.prefill.wait(word, attempt)
-            assert word == "done" or text in told.failure.message
+            event = await pair.prefill.wait(word, attempt)
+            assert word == "done" or text in event.failure.message
         assert pair.prefill.kinds(attempt) == [word], "the attempt was not accepted"
         assert not core.num_attempts
         await pair.at_rest()

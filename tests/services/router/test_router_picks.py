@@ -87,8 +87,8 @@ def test_a_prefix_counts_only_with_its_salt() -> None:
 def test_the_request_goes_to_the_picked_worker() -> None:
     for number in range(20):
         world, _ = fleet()
-        told = pick(world)[0]
-        assert submit(world, request=f"r{number}") == told
+        picked = pick(world)[0]
+        assert submit(world, request=f"r{number}") == picked
         assert len(world.dispatcher.placer.picks) == 0
 
 
@@ -102,16 +102,16 @@ def test_other_prompts_do_not_take_a_pick() -> None:
 
 def test_a_request_whose_worker_has_gone_goes_elsewhere() -> None:
     world, workers = fleet(2)
-    told = pick(world)[0]
-    world.die(next(worker for worker in workers if worker.host == told))
-    assert submit(world) != told
+    picked = pick(world)[0]
+    world.die(next(worker for worker in workers if worker.host == picked))
+    assert submit(world) != picked
 
 
 def test_a_burst_of_picks_spreads() -> None:
     world, _ = fleet()
-    told = Counter(pick(world, [number, *IDS])[0] for number in range(40))
-    assert max(told.values()) <= 14
-    assert len(told) == 4
+    picked = Counter(pick(world, [number, *IDS])[0] for number in range(40))
+    assert max(picked.values()) <= 14
+    assert len(picked) == 4
 
 
 def test_prompts_with_a_common_prefix_stay_together_in_a_burst() -> None:
@@ -120,8 +120,8 @@ def test_prompts_with_a_common_prefix_stay_together_in_a_burst() -> None:
     for role in (DECODE, DECODE, DECODE, PREFILL):
         world.join(role)
     ids = list(range(400))
-    told = {pick(world, [*ids, number])[0] for number in range(4)}
-    assert len(told) == 1
+    picked = {pick(world, [*ids, number])[0] for number in range(4)}
+    assert len(picked) == 1
 
 
 def test_a_pick_counts_for_a_moment_only() -> None:

@@ -188,12 +188,12 @@ def test_invalid_hashes_are_refused() -> None:
 
 def test_a_hash_takes_at_most_forty_bytes() -> None:
     rng = Random(2)
-    told = [[rng.randbytes(16) for _ in range(10_000)] for _ in range(10)]
+    reported = [[rng.randbytes(16) for _ in range(10_000)] for _ in range(10)]
     index = PrefixIndex(capacity=100_000)
     tracemalloc.start()
     try:
-        for number, own in enumerate(told):
-            added = told[0][:1000] + own[1000:]
+        for number, own in enumerate(reported):
+            added = reported[0][:1000] + own[1000:]
             index.open(bytes([number])).apply(pb.PrefixEvents(reset=True, added=added))
         held, _ = tracemalloc.get_traced_memory()
     finally:
@@ -208,11 +208,11 @@ def test_blocks_in_many_mixtures_of_workers_take_little_more(
     monkeypatch.setattr(prefix_index, "MAX_SETS", 1000)
     rng = Random(4)
     chains = [rng.randbytes(16) for _ in range(20_000)]
-    told = [rng.sample(chains, 5000) for _ in range(20)]
+    reported = [rng.sample(chains, 5000) for _ in range(20)]
     index = PrefixIndex(capacity=20_000)
     tracemalloc.start()
     try:
-        for number, added in enumerate(told):
+        for number, added in enumerate(reported):
             index.open(bytes([number])).apply(pb.PrefixEvents(reset=True, added=added))
         held, _ = tracemalloc.get_traced_memory()
     finally:

@@ -226,6 +226,17 @@ async def test_join_refuses_an_invalid_hello(make_cluster: Any) -> None:
     assert not cluster.router.core.fleet.workers
 
 
+async def test_calls_that_do_not_begin_with_hello_are_refused(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    async with open_channel(cluster.router.address) as channel:
+        for call, message in (
+            (FleetStub(channel).Join, WorkerReport(heartbeat=Heartbeat(step=1))),
+            (RouterStub(channel).Session, rpc.GatewayMessage(start=pb.Start(request="r"))),
+        ):
+            error = await failure_of(call(iter([message])))
+            assert (error.code, error.param) == (pb.INVALID_ARGUMENT, "hello")
+
+
 @pytest.mark.parametrize("within", ["heartbeat", "load"])
 async def test_some_heartbeats_are_echoed(
     within: str, make_cluster: Any, monkeypatch: pytest.MonkeyPatch
@@ -444,13 +455,13 @@ async def test_generate_is_limited_by_key(make_cluster: Any) -> None:
         stub = RouterStub(channel)
         first = stub.Generate(generate(max_tokens=6))
         assert [reply async for reply in first]
-        told = dict(await first.trailing_metadata())
-        assert told["x-ratelimit-remaining-requests"] == "1"
-        assert told["x-ratelimit-remaining-tokens"] == str(1000 - len(PROMPT))
+        trailers = dict(await first.trailing_metadata())
+        assert trailers["x-ratelimit-remaining-requests"] == "1"
+        assert trailers["x-ratelimit-remaining-tokens"] == str(1000 - len(PROMPT))
         second = stub.Generate(generate())
         assert [reply async for reply in second]
-        told = dict(await second.trailing_metadata())
-        assert told["x-ratelimit-remaining-tokens"] == str(1000 - 2 * len(PROMPT) - 6)
+        trailers = dict(await second.trailing_metadata())
+        assert trailers["x-ratelimit-remaining-tokens"] == str(1000 - 2 * len(PROMPT) - 6)
         third = stub.Generate(generate())
         assert (await failure_of(third)).code == pb.OVERLOADED
         assert dict(await third.trailing_metadata())["x-ratelimit-remaining-requests"] == "0"

@@ -51,7 +51,7 @@ async def test_a_second_try_is_an_event(make_cluster: Any) -> None:
     span = tracer.spans()["route"]
     names = [event.name for event in span.events]
     assert names == ["attempt", "attempt lost", "attempt", "first token"]
-    assert "told to fail" in span.events[1].attributes["reason"]
+    assert "scripted failure" in span.events[1].attributes["reason"]
     assert span.attributes["pdserve.attempts"] == 2
 
 

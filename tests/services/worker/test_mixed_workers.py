@@ -12,7 +12,7 @@ from systems.worker_kit import Pair, build_with, expected, prompt, worker_pair
 from pdserve.engine.kv import KvIdentity
 from pdserve.protos import common_pb2 as pb
 
-OURS = KvIdentity(b"d" * 16, "aa", "Q4_1", "cc", "70", "float32", "native/avx512")
+IDENTITY = KvIdentity(b"d" * 16, "aa", "Q4_1", "cc", "70", "float32", "native/avx512")
 OTHERS = {
     "weights": KvIdentity(b"w" * 16, "bb", "Q8_0", "cc", "70", "float32", "native/avx512"),
     "numerics": KvIdentity(b"n" * 16, "aa", "Q4_1", "cc", "70", "float32", "native/avx2"),
@@ -26,8 +26,8 @@ def run(
     test: Callable[[Pair, bytes], Any],
     **settings: Any,
 ) -> None:
-    """Hand one prompt from a worker with this identity to one with OURS; then run `test`."""
-    identities = iter([OURS, prefill])  # in the order in which the workers start
+    """Hand one prompt from a worker with this identity to one with IDENTITY; then run `test`."""
+    identities = iter([IDENTITY, prefill])  # in the order in which the workers start
 
     def make() -> Any:
         engine = fake_engine(num_blocks=256)
@@ -36,7 +36,7 @@ def run(
 
     async def main() -> None:
         async with worker_pair(folder, **settings) as pair:
-            theirs = pb.KvIdentity(**OURS.parts())
+            theirs = pb.KvIdentity(**IDENTITY.parts())
             attempt = pair.admit(prompt(60))
             admitted = await pair.decode.wait("admitted", attempt)
             pair.start_prefill(attempt, prompt(59), admitted.ticket, kv_identity=theirs)
@@ -85,4 +85,4 @@ def test_workers_that_seal_their_kv(
             part: Any = worker.runtime
             assert part.hello.encrypt_kv
 
-    run(monkeypatch, tmp_path, OURS, test, encrypt_kv=True, kv_transport=transport)
+    run(monkeypatch, tmp_path, IDENTITY, test, encrypt_kv=True, kv_transport=transport)

@@ -82,7 +82,14 @@ def _rendered(*names: str, under: str, namespace: str) -> list[Manifest]:
         (path / "kustomization.yaml").write_text(yaml.safe_dump(wanted))
     done = subprocess.run([kubectl, "kustomize", path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return [m for m in yaml.safe_load_all(done.stdout) if m]
+    return parsed(done.stdout)
+
+
+def parsed(text: str) -> list[Manifest]:
+    """Return the objects in YAML documents."""
+    # PyYAML's own parser is several times slower than libyaml's, which its wheels contain.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return [manifest for manifest in yaml.load_all(text, loader) if manifest]
 
 
 def rendered(*names: str, under: str = UNDER_COMPONENTS, namespace: str = "") -> list[Manifest]:

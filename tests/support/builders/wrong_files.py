@@ -175,7 +175,7 @@ DIRECTORIES = {
     "hidden size is text": WrongFile(config(hidden_size="x"), "hidden_size='x'"),
     "hidden size is 0": WrongFile(config(hidden_size=0), "hidden_size=0"),
     "hidden size is huge": WrongFile(config(hidden_size=1 << 40), "hidden_size"),
-    "other hidden size": WrongFile(config(hidden_size=64), r"is \[.*\], config says"),
+    "other hidden size": WrongFile(config(hidden_size=64), r"is \[.*\]; the config says"),
     "no layers": WrongFile(config(num_hidden_layers=0), "num_hidden_layers=0"),
     "layers without end": WrongFile(config(num_hidden_layers=10**6), "num_hidden_layers"),
     "more layers": WrongFile(config(num_hidden_layers=4), "missing 9 tensors: model.layers.3"),
@@ -248,7 +248,7 @@ DIRECTORIES = {
         "unexpected 1 tensors: .*q_proj.bias",
     ),
     "tensor of another shape": WrongFile(
-        tensors(model__norm__weight=lambda t: t[:40]), rf"{NORM} is \[40\], config says \[48\]"
+        tensors(model__norm__weight=lambda t: t[:40]), rf"{NORM} is \[40\]; the config says \[48\]"
     ),
     "no tokenizer": WrongFile(without("tokenizer.json"), "has no tokenizer.json"),
     "tokenizer is no JSON": WrongFile(text("tokenizer.json", "{"), "tokenizer.json cannot be used"),
@@ -395,7 +395,7 @@ GGUF_FILES = {
     "gguf: an unknown tensor": WrongFile(
         rewritten(tensors=lambda held: held.update(more=held["output_norm.weight"])), "tensor more"
     ),
-    "gguf: shape": WrongFile(rewritten(tensors=_short_norm), r"is \[40\], config says \[48\]"),
+    "gguf: shape": WrongFile(rewritten(tensors=_short_norm), r"is \[40\]; the config says \[48\]"),
     "gguf: lost part": WrongFile(
         rewritten(name="model-00001-of-00003.gguf"), "2 of 3 parts are missing"
     ),
@@ -413,7 +413,8 @@ AT = "model.layers.1.self_attn."
 EXPERTS = "model.layers.1.mlp.experts."
 LATENTS = {
     "latent: dims without rope without end": WrongFile(
-        sized(LATENT, qk_nope_head_dim=1 << 30), r"kv_b_proj.weight is \[102, 24\], config says 3 h"
+        sized(LATENT, qk_nope_head_dim=1 << 30),
+        r"kv_b_proj.weight is \[102, 24\]; the config says 3 h",
     ),
     "latent: dims without rope": WrongFile(
         sized(LATENT, qk_nope_head_dim=17), "kv_b_proj.weight .* config says 3 heads of 35 rows"
@@ -424,7 +425,7 @@ LATENTS = {
     ),
     "latent: a longer latent part": WrongFile(
         sized(LATENT, kv_lora_rank=25),
-        r"k_b_proj.weight is \[3, 24, 16\], config says \[3, 25, 16\]",
+        r"k_b_proj.weight is \[3, 24, 16\]; the config says \[3, 25, 16\]",
     ),
     "latent: values": WrongFile(sized(LATENT, v_head_dim=20), "3 heads of 36 rows"),
     "latent: a rank of queries": WrongFile(sized(LATENT, q_lora_rank=21), r"config says \[21\]"),
@@ -465,7 +466,7 @@ LATENTS = {
     ),
     "latent gguf: values": WrongFile(
         gguf_of(LATENT, attn_v_b=lambda blocks: blocks[:2]),
-        f"{AT}v_b_proj.weight is .*, config says .3, 18, 24.",
+        f"{AT}v_b_proj.weight is .*; the config says .3, 18, 24.",
     ),
     "latent gguf: no rank": WrongFile(
         gguf_of(LATENT, "deepseek2.attention.kv_lora_rank", None),
@@ -483,7 +484,7 @@ GPT_OSSES = {
         sized(GPT_OSS, num_experts_per_tok=9), "num_experts_per_tok=9"
     ),
     "gpt-oss: the size of experts": WrongFile(
-        sized(GPT_OSS, intermediate_size=80), r"experts.0.*, config says \[.*80.*\]"
+        sized(GPT_OSS, intermediate_size=80), r"experts.0.*; the config says \[.*80.*\]"
     ),
     "gpt-oss: another gate": WrongFile(
         sized(GPT_OSS, swiglu_limit=3.0), "swiglu_limit=3.0: expected 7"
@@ -494,7 +495,7 @@ GPT_OSSES = {
     ),
     "gpt-oss: a short gate": WrongFile(
         tensor(GPT_OSS, f"{EXPERTS}gate_up_proj", lambda t: t[:, :, :-2]),
-        f"{EXPERTS}0.*_proj.weight is .71, 48., config says .72, 48.",
+        f"{EXPERTS}0.*_proj.weight is .71, 48.; the config says .72, 48.",
     ),
     "gpt-oss: fewer experts": WrongFile(
         tensor(GPT_OSS, f"{EXPERTS}down_proj", lambda t: t[:4]), "config says 5 matrices"
@@ -503,14 +504,15 @@ GPT_OSSES = {
         tensor(GPT_OSS, f"{EXPERTS}gate_up_proj", lambda t: t[0]), "config says 5 matrices"
     ),
     "gpt-oss: sinks": WrongFile(
-        tensor(GPT_OSS, f"{AT}sinks", lambda t: t[:2]), rf"{AT}sinks is \[2\], config says \[3\]"
+        tensor(GPT_OSS, f"{AT}sinks", lambda t: t[:2]),
+        rf"{AT}sinks is \[2\]; the config says \[3\]",
     ),
     "gpt-oss: no sinks": WrongFile(
         tensor(GPT_OSS, f"{AT}sinks", lambda t: None), f"missing 1 tensors: {AT}sinks"
     ),
     "gpt-oss: a short bias": WrongFile(
         tensor(GPT_OSS, f"{EXPERTS}down_proj_bias", lambda t: t[:, 1:]),
-        r"down_proj.bias is \[47\], config says \[48\]",
+        r"down_proj.bias is \[47\]; the config says \[48\]",
     ),
     "gpt-oss gguf: more experts": WrongFile(
         gguf_of(GPT_OSS, "gpt-oss.expert_count", 6), "config says 6 matrices|config says .6, 48."
@@ -520,7 +522,7 @@ GPT_OSSES = {
     ),
     "gpt-oss gguf: experts of another size": WrongFile(
         gguf_of(GPT_OSS, ffn_gate_exps=lambda blocks: blocks[:, :-1]),
-        f"{EXPERTS}0.gate_proj.weight is .71, 48., config says .72, 48.",
+        f"{EXPERTS}0.gate_proj.weight is .71, 48.; the config says .72, 48.",
     ),
     "gpt-oss gguf: scaling without a factor": WrongFile(
         gguf_of(GPT_OSS, "gpt-oss.rope.scaling.factor", None), "rope.scaling.factor is missing"

@@ -140,14 +140,14 @@ class FakeEndpoints:
     def _stranger(self) -> None:
         """Add a slice that is irrelevant: of another Service, namespace or port."""
         pod = Pod("stranger", "10.9.9.9", ready=True)
-        ours = self._rng.random() < 0.3
+        is_own = self._rng.random() < 0.3
         metrics = [{"name": "metrics", "port": 9090, "protocol": "TCP"}]
         self._api.put(
             endpoint_slice(
-                f"other-{self._rng.randrange(3)}-{ours}",
-                self._name if ours else "other",
+                f"other-{self._rng.randrange(3)}-{is_own}",
+                self._name if is_own else "other",
                 [pod.endpoint("IPv4")],
-                metrics if ours else None,
+                metrics if is_own else None,
             )
         )
         self._api.put(

@@ -15,7 +15,8 @@ import ssl
 import threading
 import time
 from collections import Counter, deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from random import Random
@@ -23,10 +24,13 @@ from socketserver import ThreadingTCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+
+from pdserve.services.common import kubernetes_api
 
 NAMESPACE = "llm"
 COLLECTION = re.compile(r"/apis/discovery\.k8s\.io/v1/namespaces/([^/]+)/endpointslices")
@@ -163,6 +167,20 @@ class FakeKubernetes:
             return fault
 
 
+@contextmanager
+def in_pod(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKubernetes]:
+    """Run a server that this process finds as in a pod."""
+    server = FakeKubernetes(folder)
+    server.start()
+    for name, value in server.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(kubernetes_api, "SERVICE_ACCOUNT", str(folder))
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
 def matches(found: Object, namespace: str, selector: str) -> bool:
     metadata = found["metadata"]
     key, _, value = selector.partition("=")
@@ -215,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
         found = COLLECTION.fullmatch(parts.path)
         if fake.answers:
             code, headers = fake.answers.popleft()
-            self._say(code, status(code, f"told to say {code}"), headers)
+            self._say(code, status(code, f"scripted status {code}"), headers)
         elif self.headers["Authorization"] != f"Bearer {fake.token}":
             self._say(401, status(401, "Unauthorized"))
         elif secret := SECRETS.fullmatch(parts.path):

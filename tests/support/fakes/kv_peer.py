@@ -26,6 +26,7 @@ from pdserve.engine.kv import KvIdentity, decode_spec, spec_digest
 from pdserve.engine.transport import Target, TransportOptions, WireClosed, make_transports
 from pdserve.protos import common_pb2, fleet_pb2, worker_pb2
 from pdserve.protos.worker_pb2_grpc import DecodeStub
+from pdserve.services.common.rpc import PROTOCOL_VERSION
 
 PROMPT = range(100, 160)
 
@@ -97,6 +98,8 @@ def admitted(channel: grpc.Channel, incarnation: bytes) -> Iterator[Ticket]:
     admit = worker_pb2.Admit(attempt=attempt, start=start, prefill_incarnation=incarnation)
     cancel = worker_pb2.CancelAttempt(attempt=attempt)
     commands: SimpleQueue[worker_pb2.DecodeCommand | None] = SimpleQueue()
+    hello = worker_pb2.SessionHello(router_incarnation=bytes(16), protocol=PROTOCOL_VERSION)
+    commands.put(worker_pb2.DecodeCommand(hello=hello))
     commands.put(worker_pb2.DecodeCommand(admit=admit))
     call = DecodeStub(channel).Session(iter(commands.get, None), timeout=LIMIT_S)
     try:

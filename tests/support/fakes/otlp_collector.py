@@ -92,10 +92,10 @@ class OtlpCollector:
             complete = {span.name for span in mine} >= set(names)
             return sorted(mine, key=lambda span: span.began) if complete else []
 
-        spans: list[CollectedSpan] = wait_until(found, self._told(trace_id), 10.0)
+        spans: list[CollectedSpan] = wait_until(found, self._names_of(trace_id), 10.0)
         return spans
 
-    def _told(self, trace_id: str) -> Callable[[], str]:
+    def _names_of(self, trace_id: str) -> Callable[[], str]:
         return lambda: str([s.name for s in self.spans if s.trace_id == trace_id])
 
 

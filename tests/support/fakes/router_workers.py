@@ -216,7 +216,9 @@ class FakeDecode(FakeWorker, DecodeServicer):
         if self.silent:
             return
         if self.keep or attempt not in self.tasks:
-            self.put(wire.DecodeEvent(stayed=wire.Stayed(attempt=attempt, reason="told to stay")))
+            self.put(
+                wire.DecodeEvent(stayed=wire.Stayed(attempt=attempt, reason="scripted refusal"))
+            )
             return
         self.tasks.pop(attempt).cancel()
         start = self.admits[attempt].start
@@ -369,7 +371,7 @@ class FakePrefill(FakeWorker, PrefillServicer):
         self.put(wire.PrefillEvent(accepted=wire.PrefillAccepted(attempt=attempt)))
         if self.fail:
             self.fail -= 1
-            failure = pb.Failure(code=pb.INTERNAL, message="told to fail")
+            failure = pb.Failure(code=pb.INTERNAL, message="scripted failure")
             self.put(wire.PrefillEvent(failed=wire.PrefillFailed(attempt=attempt, failure=failure)))
             return
         if self.hang:

@@ -15,8 +15,8 @@ CACHED = 3  # tokens of each prompt
 
 def deltas(*parts: ContentPart, finish: str = "stop", stop: str | None = None) -> list[Delta]:
     """Return a token for each part, and one that ends the answer."""
-    told = [Delta(0, (part,), (), number, None) for number, part in enumerate(parts, 1)]
-    return [*told, Delta(0, (), (), len(parts) + 1, finish, stop=stop)]
+    generated = [Delta(0, (part,), (), number, None) for number, part in enumerate(parts, 1)]
+    return [*generated, Delta(0, (), (), len(parts) + 1, finish, stop=stop)]
 
 
 # Reasoning, a text and two calls, one of them in pieces.

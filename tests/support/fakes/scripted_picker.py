@@ -45,8 +45,8 @@ class BytePrompts:
 
 
 def write_error(path: str, error: ServiceError) -> tuple[HttpError, dict[str, object]]:
-    told = HttpError.of(error)
-    return told, OpenAiErrors().error_object(told)
+    http_error = HttpError.of(error)
+    return http_error, OpenAiErrors().error_object(http_error)
 
 
 class ScriptedPicker:

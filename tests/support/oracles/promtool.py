@@ -106,9 +106,9 @@ def firing(
     path = folder / "test.yml"
     path.write_text(json.dumps(test))
     done = subprocess.run([PROMTOOL, "test", "rules", path], capture_output=True, text=True)
-    told = done.stdout + done.stderr
-    assert done.returncode == 0 or "got:" in told, told
-    by_time = dict(re.findall(r"time: (\w+),\s+exp: nil\s+got: (.*)", told))
+    output = done.stdout + done.stderr
+    assert done.returncode == 0 or "got:" in output, output
+    by_time = dict(re.findall(r"time: (\w+),\s+exp: nil\s+got: (.*)", output))
     well, ill = (set(NAMED.findall(by_time.get(_shown(at), ""))) for at in looks)
     return well, ill
 

@@ -112,7 +112,7 @@ class Connection:
 
     window: DeviceWindow  # decode's
     memory: Any  # prefill's
-    ours: list[Slot] = field(default_factory=list)
+    sending: list[Slot] = field(default_factory=list)
     frames: dict[int, Frame] = field(default_factory=dict)  # unfinished, by slot
 
 
@@ -152,12 +152,12 @@ class Handoff:
         for slot, handle in zip(window.slots, parts[1:], strict=True):
             at = memory.address + slot.address - window.memory.address
             signal = self.prefill.device.open_signal(handle)
-            made.ours.append(Slot(at, SLOT_BYTES, signal, stream))
+            made.sending.append(Slot(at, SLOT_BYTES, signal, stream))
         self.connections.append(made)
 
     def send(self, connection: Connection) -> None:
         """Compute some blocks in a step, and copy them into a free slot."""
-        free = [at for at in range(len(connection.ours)) if at not in connection.frames]
+        free = [at for at in range(len(connection.sending)) if at not in connection.frames]
         sources, targets = (
             [block for block in range(1, BLOCKS) if block not in used]
             for used in (self.sources, self.targets)
@@ -177,7 +177,7 @@ class Handoff:
             self.prefill.array()[:, source] = frame.payload
 
         slot_number = self.rng.choice(free)
-        slot = connection.ours[slot_number]
+        slot = connection.sending[slot_number]
         ready = self.prefill.compute(change)
         slot.newest = self.prefill.device.copy_out(
             self.prefill.pages(source, ready), slot, frame.key
@@ -243,12 +243,12 @@ class Handoff:
         """
         if any(frame.copy is not None for frame in connection.frames.values()):
             return
-        for slot in connection.ours:
+        for slot in connection.sending:
             if slot.newest is not None:
                 slot.newest.wait()
             self.prefill.device.release(slot)
             slot.signal.close()
-        connection.ours[0].stream.close()  # type: ignore[union-attr]
+        connection.sending[0].stream.close()  # type: ignore[union-attr]
         connection.memory.close()
         self.connections.remove(connection)
         for frame in connection.frames.values():
@@ -266,11 +266,11 @@ class Handoff:
         cell = decode.allocate(3 * size)
         theirs = Slot(cell.address, size, decode.make_signal())
         memory = prefill.open_memory(cell.handle(), cell.size)
-        ours = Slot(memory.address, size, prefill.open_signal(theirs.signal.handle()))
+        source_slot = Slot(memory.address, size, prefill.open_signal(theirs.signal.handle()))
         source = prefill.allocate(size)
         data, key = self.rng.randbytes(size), self.rng.randbytes(KEY_BYTES)
         prefill.put(source.address, data)
-        sent = prefill.copy_out(Pages(source.address, size, size, range(1), (0,)), ours, key)
+        sent = prefill.copy_out(Pages(source.address, size, size, range(1), (0,)), source_slot, key)
         self.gpu.until(theirs.signal.done)
         at = cell.address + 2 * size
         taken = decode.copy_in(Pages(at, size, size, range(1), (0,)), theirs, key)
@@ -278,9 +278,9 @@ class Handoff:
         if not taken.intact or decode.get(at, size) != data:
             raise WrongBytes("a probe's bytes did not arrive")
         sent.wait()
-        prefill.release(ours)
+        prefill.release(source_slot)
         decode.release(theirs)
-        ours.signal.close()
+        source_slot.signal.close()
         memory.close()
         source.close()
         theirs.signal.close()
@@ -325,7 +325,7 @@ class Handoff:
         """Check that every scratch can be used again: it lies in a slot or is spare, and its copy
         is done.
         """
-        slots = [slot for one in self.connections for slot in (*one.ours, *one.window.slots)]
+        slots = [slot for one in self.connections for slot in (*one.sending, *one.window.slots)]
         slots += [slot for window in self.spare for slot in window.slots]
         scratches = [slot.scratch for slot in slots if slot.scratch is not None]
         scratches += self.prefill.device.spare + self.decode.device.spare

@@ -60,14 +60,14 @@ class Fleet:
             env={**os.environ, "PYTHONUNBUFFERED": "1", **self.env},
         )  # fmt: skip
         try:
-            wait_until(self._told, "pdserve up", self.timeout_s)
+            wait_until(self._is_ready, "pdserve up", self.timeout_s)
         except BaseException:
             print(self.log(), file=sys.stderr)
             self.__exit__()
             raise
         return self
 
-    def _told(self) -> bool:
+    def _is_ready(self) -> bool:
         if self.process.poll() is not None:
             raise RuntimeError(f"pdserve up ended with {self.process.returncode}:\n{self.log()}")
         found = READY.search(self.log())

@@ -110,15 +110,15 @@ class ShuffledPair:
         Complete.
         """
         self.commits += 1
-        ours, theirs = self.pair.decode.kv, self.pair.prefill.kv
+        decode_kv, prefill_kv = self.pair.decode.kv, self.pair.prefill.kv
         tables = self.pair.prefill.held_blocks(incoming.ticket.attempt.hex())
-        for group, layer_group in enumerate(ours.spec.groups):
+        for group, layer_group in enumerate(decode_kv.spec.groups):
             first = incoming.reservation.first_block[group]
             here = incoming.reservation.blocks[group][first:]
             there = tables[group][first : first + len(here)]
             layers = range(len(layer_group.layers))
-            arrived = b"".join(ours.read(group, layers, here))
-            sent = b"".join(theirs.read(group, layers, there))
+            arrived = b"".join(decode_kv.read(group, layers, here))
+            sent = b"".join(prefill_kv.read(group, layers, there))
             if arrived != sent or not any(arrived):
                 self._wrong.append(f"bytes of group {group}")
             counts = {self._writes[group, layer, block] for layer in layers for block in here}

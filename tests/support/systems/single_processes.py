@@ -82,11 +82,11 @@ class SingleProcesses:
         if role != Role.ROUTER:
             command += ["--routers", self.address[Role.ROUTER]]
         # An LLM of another test has set the number of threads of this process.
-        ours = {n: v for n, v in os.environ.items() if not n.endswith("_NUM_THREADS")}
+        inherited = {n: v for n, v in os.environ.items() if not n.endswith("_NUM_THREADS")}
         with (self.folder / f"{role}.log").open("wb") as log:
             self.processes[role] = subprocess.Popen(
                 command,
-                env=ours | {"PDSERVE_DRAIN_S": "1"},
+                env=inherited | {"PDSERVE_DRAIN_S": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -124,8 +124,8 @@ def check_spans(collector: OtlpCollector, answer: TracedAnswer, parent_id: str =
     assert parts["prefill compute"].ended <= parts["decode first token"].ended
     assert {span.error for span in spans} == {""}
     (attempt,) = answer.trace["attempts"]
-    told = [span.attributes["pdserve.attempt"] for span in (prefill, decode)]
-    assert told == [attempt["attempt"]] * 2
+    attempt_ids = [span.attributes["pdserve.attempt"] for span in (prefill, decode)]
+    assert attempt_ids == [attempt["attempt"]] * 2
     assert {span.attributes["pdserve.request"] for span in named.values()} == {answer.trace["id"]}
     assert answer.request_id in request.attributes["pdserve.request_ids"]
     assert route.attributes["pdserve.decode"] == attempt["decode"]
@@ -140,7 +140,7 @@ def _check_phases(trace: dict[str, Any], parts: dict[str, CollectedSpan]) -> Way
     """Check that the client's figures equal each process's measurements, within a millisecond; its
     "return" is the time between their spans.
     """
-    told = {phase["name"]: phase["duration_ms"] for phase in trace["phases"]}
+    durations_ms = {phase["name"]: phase["duration_ms"] for phase in trace["phases"]}
     spent = {name: 1e3 * span.duration_s for name, span in parts.items()}
     for phase, span in (
         ("receive", "request receive"),
@@ -149,11 +149,11 @@ def _check_phases(trace: dict[str, Any], parts: dict[str, CollectedSpan]) -> Way
         ("prefill", "decode prefill"),
         ("first_token", "decode first token"),
     ):
-        assert abs(spent.get(span, 0.0) - told[phase]) < 1, phase
+        assert abs(spent.get(span, 0.0) - durations_ms[phase]) < 1, phase
     # Waiting for blocks lies within the span of the transfer, and counts as queueing.
-    waited = told["queue"] - spent["decode queue"]
+    waited = durations_ms["queue"] - spent["decode queue"]
     assert waited > -1
-    assert abs(spent["decode transfer"] - told["transfer"] - waited) < 1
+    assert abs(spent["decode transfer"] - durations_ms["transfer"] - waited) < 1
     route, queue = parts["route"], parts.get("route queue")
     request = route.began if queue is None else queue.ended
     first = next(at for name, at, _ in parts["request"].events if name == "first token")
@@ -163,7 +163,7 @@ def _check_phases(trace: dict[str, Any], parts: dict[str, CollectedSpan]) -> Way
         back=1e3 * (first - parts["decode first token"].ended),
     )
     assert min(ways.to_router, ways.to_decode, ways.back) > -1e3 * SKEW_S
-    assert abs(ways.total - told["return"]) < 1
+    assert abs(ways.total - durations_ms["return"]) < 1
     return ways
 
 

@@ -69,11 +69,11 @@ class SessionClient:
         self._channel = open_channel(address, secret)
         self._call = stub_type(self._channel).Session(self._requests())
         self.reader = asyncio.create_task(self._read())
-        if stub_type is DecodeStub:
-            hello = wire.SessionHello(
-                router_incarnation=b"router", reads_rows=True, protocol=PROTOCOL_VERSION
-            )
-            self.send(wire.DecodeCommand(hello=hello))
+        hello = wire.SessionHello(
+            router_incarnation=b"router", reads_rows=True, protocol=PROTOCOL_VERSION
+        )
+        command = wire.DecodeCommand if stub_type is DecodeStub else wire.PrefillCommand
+        self.send(command(hello=hello))
 
     def send(self, command: Any) -> None:
         self._commands.put_nowait(command)

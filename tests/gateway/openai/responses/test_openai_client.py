@@ -329,7 +329,7 @@ async def test_logprobs(connect, stream):
     if stream:
         events = [event async for event in await client.responses.create(**body, stream=True)]
         answer = events[-1].response
-        told = [one for e in events if e.type.endswith("text.delta") for one in e.logprobs]
+        logprobs = [one for e in events if e.type.endswith("text.delta") for one in e.logprobs]
     else:
         answer = await client.responses.create(**body)
     scored = answer.output[0].content[0].logprobs
@@ -337,7 +337,7 @@ async def test_logprobs(connect, stream):
     assert all(len(token.top_logprobs) == 2 for token in scored)
     assert bytes(b for token in scored[:-1] for b in token.bytes).decode() == "hé world"
     if stream:
-        assert [one.token for one in told] == [one.token for one in scored[:-1]]
+        assert [one.token for one in logprobs] == [one.token for one in scored[:-1]]
 
 
 async def test_structure_and_effort_reach_the_pipeline(connect):

@@ -75,12 +75,12 @@ def check(deltas: list[Delta], summarized: bool) -> None:
     events = [sent(event) for delta in deltas for event in output.push(delta)]
     items = [plain(item) for item in output.items]
     assert rebuilt(events) == items
-    told = [
+    received = [
         (KINDS.get(item["type"]) or f"call {item['call_id'][5:]}",
          item["arguments"] if "arguments" in item else item["content"][0]["text"])
         for item in items
     ]  # fmt: skip
-    assert told == (said(deltas) or [("TextPart", "")])
+    assert received == (said(deltas) or [("TextPart", "")])
     ends = {"length": "incomplete"}.get(deltas[-1].finish or "", "completed")
     for item in items:
         if item["type"] == "reasoning":
@@ -96,7 +96,7 @@ def scored(text: str) -> ScoredToken:
 
 def test_log_probabilities_match_the_text() -> None:
     """Cover text after a thought in the same delta, withheld text, and the end."""
-    told: list[tuple[tuple[ContentPart, ...], str]] = [
+    received: list[tuple[tuple[ContentPart, ...], str]] = [
         ((ReasoningPart("a"),), "a"),
         ((), "b"),
         ((ReasoningPart("c"), TextPart("d")), "d"),
@@ -106,7 +106,7 @@ def test_log_probabilities_match_the_text() -> None:
     ]
     output = ResponseOutput("x", logprobs=True)
     events: list[dict[str, Any]] = []
-    for number, (content, token) in enumerate(told, 1):
+    for number, (content, token) in enumerate(received, 1):
         finish = "stop" if token == "<end>" else None
         delta = Delta(0, content, (scored(token),), number, finish)
         events += map(sent, output.push(delta))

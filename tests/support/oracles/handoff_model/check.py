@@ -161,9 +161,9 @@ class _Search:
                 said = None
             else:
                 state = w.freeze()
-            yield f"{count:3} {self._told(act, words, said)}"
+            yield f"{count:3} {self._line(act, words, said)}"
 
-    def _told(self, act: Any, words: list[Any], said: Any) -> str:
+    def _line(self, act: Any, words: list[Any], said: Any) -> str:
         """Return one line of a trace: process, move, attempt, arguments."""
         who, what = name(act).split()
         subject, *rest = words

@@ -158,7 +158,7 @@ def rights(manifests: list[Manifest]) -> Iterator[str]:
     }
     for manifest in manifests:
         if manifest["kind"] in ("ClusterRole", "ClusterRoleBinding", "Secret"):
-            yield f"{manifest['kind']} {manifest['metadata']['name']} is not ours to make"
+            yield f"{manifest['kind']} {manifest['metadata']['name']} may not be created"
     for workload in workloads(manifests):
         pod, of_pod = workload.pod, workload.pod.get("securityContext", {})
         if of_pod.get("runAsNonRoot") is not True or not of_pod.get("runAsUser"):

@@ -226,12 +226,12 @@ class Cluster:
         return worker
 
     def _listening(self, process: Process, figure: str = "address") -> None:
-        def told() -> bool:
+        def listens() -> bool:
             process.hear()
             assert process.child.is_alive(), process.log.read_text()
             return figure in process.figures
 
-        wait_until(told, f"{process.role} to listen", limit_s=START_S)
+        wait_until(listens, f"{process.role} to listen", limit_s=START_S)
 
     def refill(self) -> None:
         """Start missing workers without waiting for them."""
