@@ -172,10 +172,12 @@ def _value(option: Option) -> str:
     """Which values an option accepts."""
     text = ", ".join(f"`{choice}`" for choice in option.choices) or KINDS[option.kind]
     low, high = option.min, option.max
-    if low is not None:
-        text += f", {_number(low)} or more" if high is None else f", {_number(low)} to "
-    if high is not None:
-        text += _number(high)
+    if low is not None and high is not None:
+        text += f", {_number(low)} to {_number(high)}"
+    elif low is not None:
+        text += f", {_number(low)} or more"
+    elif high is not None:
+        text += f", at most {_number(high)}"
     return f"{text}; repeatable" if option.repeated else text
 
 
