@@ -255,6 +255,26 @@ def test_flags_and_variables_are_documented() -> None:
     assert variables == VARIABLES
 
 
+def test_an_option_needs_a_subject_and_a_number_a_unit(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    tables = (
+        (flags_page.SUBJECTS, "Tools and MCP", "no subject for --tool-parser"),
+        (flags_page.TOOLS, "Load and measurements", "no subject for --endpoint"),
+        (flags_page.UNITS, "_rounds", "no unit for --mcp-max-rounds"),
+        (flags_page.EXAMPLES, "isq", "examples: ['isq']"),
+    )
+    for table, key, message in tables:
+        with subtests.test(key), monkeypatch.context() as patch:
+            patch.delitem(table, key)
+            with pytest.raises(ValueError, match=re.escape(message)):
+                flags_page.page()
+    with monkeypatch.context() as patch, subtests.test("an option that is gone"):
+        patch.setitem(flags_page.SUBJECTS, "Of the past", ("gone",))
+        with pytest.raises(ValueError, match="gone"):
+            flags_page.page()
+
+
 def test_metrics_exist() -> None:
     read = [path for folder in READERS for path in (ROOT / folder).rglob("*.py")]
     texts = {**TEXTS, **{str(path.relative_to(ROOT)): path.read_text() for path in read}}

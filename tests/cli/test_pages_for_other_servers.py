@@ -1,21 +1,18 @@
 """The commands in docs/from-*.md: each of another server means the same as the one beside it."""
 
-import json
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from oracles.command_lines import meaning
 
-from pdserve.cli.main import find, parse_command
 from pdserve.cli.options import OptionError
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROW = re.compile(r"^\| `(.+?)` \| (?:`(pdserve .+?)`|refused: (.+)) \|$", re.MULTILINE)
 LAUNCHERS = {"vllm serve": "serve"}  # others are one word, in place of `pdserve up`
-JSON_OPTIONS = ("override_generation_config",)
 
 
 def rows(page: Path) -> Iterator[tuple[str, str, str]]:
@@ -29,17 +26,6 @@ def own_words(command: str) -> list[str]:
         if command.startswith(launcher):
             return [word, *shlex.split(command.removeprefix(launcher))]
     return ["up", *shlex.split(command)[1:]]
-
-
-def meaning(words: list[str]) -> dict[str, Any]:
-    """Return the command and its options. Raises OptionError."""
-    command = find(words[0], words[1:])
-    settings, positionals = parse_command(command, "pdserve", words[1:])
-    values = {name: value.value for name, value in settings.values.items()}
-    for name in JSON_OPTIONS:
-        if values.get(name):
-            values[name] = json.loads(values[name])
-    return {"command": command.name, **positionals, **values}
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("from-*.md")), ids=lambda page: page.stem)

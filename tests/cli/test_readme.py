@@ -1,34 +1,20 @@
-"""Run the examples of README, docs/clients.md and docs/grpc.md as written.
-
-tests/test_docs.py checks the names in it.
+"""Run the Python examples of README and docs as written, except those of docs/python.md, which
+tests/llm/test_python_page.py runs. tests/test_doc_commands.py checks the other blocks.
 """
 
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from oracles.doc_blocks import blocks
 
-ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/clients.md", "docs/grpc.md")
 PORTS = ("8000", "8001", "50050")
-
-
-def blocks(page: str, language: str) -> list[str]:
-    text = (ROOT / page).read_text()
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
-
-
-EXAMPLES = {
-    f"{page}-{number}": code
-    for page in PAGES
-    for number, code in enumerate(blocks(page, "python"), 1)
-}
+EXAMPLES = {str(one): one.text for one in blocks("python") if one.page != "docs/python.md"}
+SHELL = [one.text for one in blocks("sh") if one.page == "README.md"]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +59,7 @@ def test_python_examples_run(name: str, ports: dict[str, str]) -> None:
 
 
 def test_the_curl_line_works(ports: dict[str, str]) -> None:
-    (line,) = [b for b in blocks("README.md", "sh") if "curl" in b]
+    (line,) = [text for text in SHELL if "curl" in text]
     line = line.replace(":8000", f":{ports['8000']}")
     line = line.replace("curl ", "curl -s -m 60 -H 'Authorization: Bearer KEY' ")
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
@@ -87,5 +73,5 @@ def test_there_are_examples_of_every_entry_point() -> None:
 
 
 def test_the_first_two_commands_run_and_test() -> None:
-    commands = [line.split("#")[0].strip() for line in blocks("README.md", "sh")[0].splitlines()]
+    commands = [line.split("#")[0].strip() for line in SHELL[0].splitlines()]
     assert commands == ["make run", "make test"]

@@ -1,4 +1,6 @@
-"""Terminal agents: each looks at its folder, writes a long file and recalls both."""
+"""Terminal agents, set up as in docs/agents.md: each looks at its folder, writes a long file and
+recalls both.
+"""
 
 import json
 from collections.abc import Callable

@@ -11,25 +11,28 @@ from statistics import mean
 from typing import Any
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
-WIDTH, LEFT, RIGHT = 760, 300, 110
+WIDTH, LEFT, RIGHT = 760, 340, 60
 BAR, GAP, ROW_GAP = 13, 2, 12
 FONT = "-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 ENGINES = {"pdserve": "#2f7ed8", "vLLM": "#c9a227", "llama.cpp": "#8a8f98", "nano-vllm": "#8a8f98"}
 # Names of rows in cpu.json, and the peers that it compares there.
 CPU_ROWS = (
-    ("1 stream", {"llama.cpp": "decode_x1_llamacpp"}),
-    ("8 streams", {"vLLM": "decode_x8_vllm", "llama.cpp": "decode_x8_llamacpp"}),
-    ("32 streams", {"vLLM": "decode_x32_vllm", "llama.cpp": "decode_x32_llamacpp"}),
-    ("prefill of 512 tokens", {"vLLM": "prefill_512_vllm", "llama.cpp": "prefill_512_q4_0"}),
+    ("1 request at a time", {"llama.cpp": "decode_x1_llamacpp"}),
+    ("8 requests at a time", {"vLLM": "decode_x8_vllm", "llama.cpp": "decode_x8_llamacpp"}),
+    ("32 requests at a time", {"vLLM": "decode_x32_vllm", "llama.cpp": "decode_x32_llamacpp"}),
+    (
+        "one prompt of 512 tokens (prefill)",
+        {"vLLM": "prefill_512_vllm", "llama.cpp": "prefill_512_q4_0"},
+    ),
 )
 # Labels of the loads in gpu-h200-peers.json, in their order.
 GPU_ROWS = (
-    "256 requests, short prompts, 0.6B",
-    "256 requests, mixed prompts, 0.6B",
-    "1 stream, 8B",
-    "64 streams, 8B",
-    "prefill of 8,192 tokens, 8B",
-    "prefill of 64 x 1,000 tokens, 8B",
+    "0.6B: 256 requests, short prompts",
+    "0.6B: 256 requests, prompts of mixed length",
+    "8B: 1 request at a time",
+    "8B: 64 requests at a time",
+    "8B: one prompt of 8,192 tokens (prefill)",
+    "8B: 64 prompts of 1,000 tokens (prefill)",
 )
 PREFILL_TOKENS = {4: 8192, 5: 64000}
 
@@ -50,6 +53,7 @@ class Theme:
     muted: str
 
 
+CAPTION = "Tokens per second: a longer bar is faster. Each group has its own scale."
 THEMES = {"": Theme("#1f2328", "#59636e"), "-dark": Theme("#f0f6fc", "#9198a1")}
 
 
@@ -76,7 +80,9 @@ def gpu_groups(result: dict[str, Any]) -> list[Group]:
 
 def svg(panels: list[tuple[str, list[Group]]], theme: Theme) -> str:
     parts: list[str] = []
-    y = 4
+    y = 16
+    parts.append(f'<text x="0" y="{y}" class="muted">{CAPTION}</text>')
+    y += 8
     for title, groups in panels:
         y += 18
         parts.append(f'<text x="0" y="{y}" class="title">{title}</text>')
@@ -87,7 +93,7 @@ def svg(panels: list[tuple[str, list[Group]]], theme: Theme) -> str:
         y += 8
     style = (
         f"text{{font:12px {FONT};fill:{theme.text}}}"
-        f".title{{font-size:14px;font-weight:600}}.engine{{fill:{theme.muted}}}"
+        f".title{{font-size:14px;font-weight:600}}.muted{{fill:{theme.muted}}}"
     )
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}">'
     return "\n".join([head, f"<style>{style}</style>", *parts, "</svg>", ""])
@@ -102,10 +108,10 @@ def _bars(group: Group, y: int) -> list[str]:
         top = y + number * (BAR + GAP)
         length = (WIDTH - LEFT - RIGHT) * speed / fastest
         parts += [
-            f'<text x="{LEFT - 6}" y="{top + 11}" text-anchor="end" class="engine">{engine}</text>',
+            f'<text x="{LEFT - 6}" y="{top + 11}" text-anchor="end" class="muted">{engine}</text>',
             f'<rect x="{LEFT}" y="{top}" width="{length:.1f}" height="{BAR}" rx="2" '
             f'fill="{ENGINES[engine]}"/>',
-            f'<text x="{LEFT + length + 5:.1f}" y="{top + 11}">{speed:,.0f} tokens/s</text>',
+            f'<text x="{LEFT + length + 5:.1f}" y="{top + 11}">{speed:,.0f}</text>',
         ]
     return parts
 
@@ -121,7 +127,10 @@ def main() -> None:
             "Two CPU cores, SmolLM2-135M (pdserve and llama.cpp: 4-bit weights, vLLM: bfloat16)",
             cpu_groups(cpu),
         ),
-        ("One NVIDIA H200, bfloat16, shapes of Qwen3-0.6B and Llama-3-8B", gpu_groups(gpu)),
+        (
+            "One NVIDIA H200, bfloat16, random weights: Qwen3-0.6B and Llama-3-8B",
+            gpu_groups(gpu),
+        ),
     ]
     for suffix, theme in THEMES.items():
         (folder / f"speed{suffix}.svg").write_text(svg(panels, theme))
