@@ -48,6 +48,7 @@ In a cluster, scrape each process for its own metrics only. Start gateways with
 Otherwise each gateway would also export the metrics of the fleet, and they would be counted several
 times. The query parameters `fleet=true` and `fleet=false` override the option for one request.
 
+<!-- not run: a part of the configuration of a Prometheus -->
 ```yaml
 scrape_configs:
   - job_name: pdserve-gateways # what clients see: latencies, tokens, finish reasons
