@@ -81,6 +81,8 @@ def strike_in_each_step(kind: str, seeds: range) -> None:
             continue
         if kind == "SIGTERM decode" and step == "held":
             continue  # the source, which drains already
+        if kind in ("reset prefill-decode", "half-open prefill-decode") and step in STEPS[:2]:
+            continue  # the two are not connected yet
         for seed in seeds:
             fault = Fault(kind, step, TARGET, 0, seed)
             simulated, result = run(moving(10 * seed + len(step), fault))

@@ -20,6 +20,7 @@ OPTIONS = (
     "--weights", "float32", "--block-size", "32", "--kv-tokens", "1024", "--max-running", "2",
     "--max-waiting", "4", "--max-queued", "20", "--max-unanswered", "48",
     "--queue-timeout-s", str(QUEUE_S), "--remote-prefill-threshold", "64",
+    "--log-level", "debug",  # the router's line of each request
 )  # fmt: skip
 
 
