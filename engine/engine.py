@@ -97,7 +97,7 @@ class Engine:
         self.kv_identity = kv_identity
         self.numerics_id = numerics_id
         self._clock = clock
-        prefix_cache &= limits.pooling != "mean"  # mean pooling needs the states of all tokens
+        prefix_cache &= limits.pooling in ("", "last")  # others need the states of all tokens
         tables = BlockTables(kv.spec, kv.num_blocks, limits.chunk_size, prefix_cache)
         self.jobs = JobTable(tables, limits.max_running)
         self._scheduler = Scheduler(self.jobs, limits)

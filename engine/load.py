@@ -180,7 +180,7 @@ class ModelTask:
 
     @property
     def kind(self) -> str:
-        """Kind of pooling of an embedding model, "last" or "mean"; empty for other tasks."""
+        """Kind of pooling of an embedding model, "last", "mean" or "cls"; empty for other tasks."""
         return self.pooling.kind if self.pooling else ""
 
     def of(self, model: ModelConfig) -> ModelConfig:
@@ -196,7 +196,9 @@ class ModelTask:
         return replace(model, tied_head=True, head_bias=False, context_len=max_len)
 
 
-def find_task(config: EngineConfig, checkpoint: Checkpoint, has_head: bool) -> ModelTask:
+def find_task(
+    config: EngineConfig, checkpoint: Checkpoint, has_head: bool, is_encoder: bool
+) -> ModelTask:
     """Return the task of a model, from the options and the checkpoint. `has_head`: the model has an
     output head, which computes logits.
 
@@ -221,9 +223,13 @@ def find_task(config: EngineConfig, checkpoint: Checkpoint, has_head: bool) -> M
     if task == "auto" and stored is None and has_head:
         return ModelTask()
     # Like vLLM, normalize the vectors of a model whose files do not say.
-    stored = stored or StoredPooling("last", normalizes=True)
+    stored = stored or StoredPooling("mean" if is_encoder else "last", normalizes=True)
     if config.pooling != "auto":
         stored = replace(stored, kind=config.pooling)
+    if stored.kind == "cls" and not is_encoder:
+        raise CheckpointError(
+            "pooling cls needs an encoder: in this model the first token sees no other token"
+        )
     return ModelTask(stored)
 
 
@@ -295,8 +301,9 @@ def _load(
     opened = under_model(open_checkpoint(resolved.path))
     spec = find_spec(opened.hf_config)
     model = spec.parse(opened.hf_config)
-    has_head = model.tied_head or HEAD in spec.view(opened, model).names()
-    task = find_task(config, opened, has_head)
+    is_encoder = model.encoder is not None
+    has_head = not is_encoder and (model.tied_head or HEAD in spec.view(opened, model).names())
+    task = find_task(config, opened, has_head, is_encoder)
     model = task.of(model)
     requested_len = config.context_len or model.context_len
     model = replace(model, context_len=min(requested_len, model.context_len))
@@ -415,6 +422,7 @@ def _card(
         weights_bytes=sum(stat.st_size for stat in stats),
         generation_config=with_recommended(text.generation_config, resolved.name),
         config_digest=configuration_digest(model, task.kind),
+        is_encoder=model.encoder is not None,
         pooling=task.kind,
         normalizes=task.pooling is not None and task.pooling.normalizes,
         hidden_size=model.hidden_size,

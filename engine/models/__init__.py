@@ -2,6 +2,13 @@
 that compute those parts."""
 
 from pdserve.engine.models.config import LayerConfig, ModelConfig, NormPlacement, UnsupportedModel
+from pdserve.engine.models.encoder import (
+    EMBEDDING_NORM,
+    POSITIONS,
+    TYPES,
+    Encoder,
+    LearnedPositions,
+)
 from pdserve.engine.models.experts import MixtureOfExperts, stored_experts
 from pdserve.engine.models.identity import configuration_digest, kv_identity, numerics_id
 from pdserve.engine.models.interleaved import interleaved_rope

@@ -112,7 +112,7 @@ def test_the_pooling_option_changes_nothing_else(tmp_path: Path) -> None:
 
 
 def test_an_option_can_replace_unsupported_pooling(embedder: Path) -> None:
-    write_pooling(embedder, "cls_token")
+    write_pooling(embedder, "max_tokens")
     card, _ = load(embedder, pooling="mean")
     assert (card.pooling, card.normalizes) == ("mean", True)
 

@@ -1,0 +1,85 @@
+"""Vectors of encoders from the engine equal transformers', and are the same bit for bit alone and
+in a batch."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders.engine_kit import ask, of, run
+from builders.tiny_embedder import Oracle
+from builders.tiny_encoder import ENCODERS, write_encoder
+
+from pdserve.engine.api import (
+    ContextLengthExceeded,
+    EngineConfig,
+    InvalidRequest,
+    Pooled,
+    Request,
+)
+from pdserve.engine.build import build_engine
+from pdserve.engine.checkpoints import CheckpointError
+from pdserve.engine.engine import Engine
+
+LENGTHS = (1, 2, 5, 17, 64, 65, 90, 150)  # below and beyond a tile of keys and a window
+POOLINGS = {"bert": "cls", "xlm_roberta": "mean", "modernbert": "last"}
+MODES = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken"}
+
+
+def engine_of(path: Path, kernels: str = "native", **options: Any) -> Engine:
+    exact = {"weights": "float32", "kv_dtype": "float32", "kernels": kernels, "chunk_size": 64}
+    engine, card = build_engine(EngineConfig(model=str(path), **{**exact, **options}))
+    assert card.normalizes
+    return engine
+
+
+def requests() -> list[Request]:
+    rng = random.Random(3)
+    prompts = [[rng.randrange(300) for _ in range(length)] for length in LENGTHS]
+    return [replace(ask(f"r{len(ids)}", ids), pool=True) for ids in prompts]
+
+
+def vectors(engine: Engine, *asked: Request) -> dict[str, tuple[float, ...]]:
+    return {event.key: event.values for event in of(run(engine, *asked), Pooled)}
+
+
+def test_vectors_equal_those_of_transformers(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for arch in ENCODERS:
+        path = write_encoder(tmp_path / arch, arch, MODES[POOLINGS[arch]])
+        oracle = Oracle(path, POOLINGS[arch])
+        want = {r.key: oracle.pooled(r.prompt_ids) for r in requests()}
+        for kernels in ("reference", "native"):
+            with subtests.test(arch, kernels=kernels):
+                together = vectors(engine_of(path, kernels), *requests())
+                for key, vector in want.items():
+                    got = torch.tensor(together[key])
+                    torch.testing.assert_close(got, vector, atol=1e-4, rtol=1e-4)
+        with subtests.test(arch, "alone"):
+            engine = engine_of(path, threads=1)
+            alone = {key: v for r in requests() for key, v in vectors(engine, r).items()}
+            assert alone == together
+
+
+def test_what_an_encoder_does_not_do(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    path = write_encoder(tmp_path, "xlm_roberta", mode="")
+    engine = engine_of(path)
+    with subtests.test("longer than its positions"):
+        assert engine.limits.context_len == 198  # 2 of 200 rows belong to ids of padding
+        assert vectors(engine, replace(ask("whole", [7] * 198), pool=True))
+        with pytest.raises(ContextLengthExceeded, match="maximum context length is 198 tokens"):
+            engine.submit(replace(ask("more", [7] * 199), pool=True))
+    with subtests.test("text"):
+        with pytest.raises(InvalidRequest, match="does not support text generation"):
+            engine.submit(ask("a", [5, 6]))
+        with pytest.raises(CheckpointError, match="no output head and can only embed"):
+            engine_of(path, task="generate")
+    with subtests.test("prefix cache"):
+        request = replace(ask("a", [9] * 80), pool=True)
+        first = vectors(engine, request)
+        assert vectors(engine, request) == first
+        assert not engine.chain(request)
+    with subtests.test("without files of sentence-transformers"):
+        want = Oracle(path, "mean").pooled(request.prompt_ids)
+        torch.testing.assert_close(torch.tensor(first["a"]), want, atol=1e-4, rtol=1e-4)
