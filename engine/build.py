@@ -72,13 +72,14 @@ def build_engine(
             shared_step_tokens=max(MIN_SHARE, round(measured.row_s / measured.token_s)),
             max_waiting=config.max_waiting,
             eos_ids=frozenset(card.eos_ids),
-            pooling=card.pooling,
+            pooling=loaded.head.pooling if loaded.head else card.pooling,
         ),
         backend.sampling,
         kv_identity=kv_identity(card, kv_dtype, numerics),
         numerics_id=numerics,
         prefix_cache=config.prefix_cache and not card.is_encoder,
         token_s=measured.token_s,
+        score=loaded.head,
         grammars=GrammarBackend(card.tokenizer_json, card.vocab_size, card.eos_ids),
     )
     log.info(

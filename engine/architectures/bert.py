@@ -1,13 +1,19 @@
 """BERT: an encoder with learned positions and layer norms on the residual stream
 (arXiv:1810.04805)."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from pdserve.engine.checkpoints import Checkpoint, View, first_of
 from pdserve.engine.models import (
+    DENSE,
     EMBEDDING,
     EMBEDDING_NORM,
     POSITIONS,
     PRE_NORMS,
+    SCORE,
     TYPES,
+    Classifier,
     Encoder,
     LayerConfig,
     LearnedPositions,
@@ -15,7 +21,14 @@ from pdserve.engine.models import (
     ModelSpec,
     UnsupportedModel,
 )
-from pdserve.engine.models.hf_config import HfConfig, integer, num_layers, positive, standard
+from pdserve.engine.models.hf_config import (
+    HfConfig,
+    integer,
+    num_layers,
+    one_score,
+    positive,
+    standard,
+)
 
 PREFIX = "bert."  # of checkpoints that were saved with a head
 LAYER = {
@@ -32,6 +45,12 @@ UNUSED = ("pooler.", "cls.", "lm_head.")  # heads
 
 def parse(hf: HfConfig) -> ModelConfig:
     return parse_bert(hf, first=0)
+
+
+def parse_scorer(hf: HfConfig) -> ModelConfig:
+    """Parse the config of BERT with a head that scores pairs of texts."""
+    head = Classifier("cls", activation="tanh", sigmoid=one_score(hf))
+    return replace(parse(hf), classifier=head)
 
 
 def parse_bert(hf: HfConfig, first: int) -> ModelConfig:
@@ -63,13 +82,15 @@ def parse_bert(hf: HfConfig, first: int) -> ModelConfig:
 
 
 def stored(config: ModelConfig) -> dict[str, View]:
-    return stored_bert(config, PREFIX)
+    head = {DENSE: "pooler.dense", SCORE: "classifier"}
+    return stored_bert(config, PREFIX, head)
 
 
-def stored_bert(config: ModelConfig, prefix: str) -> dict[str, View]:
+def stored_bert(config: ModelConfig, prefix: str, head: Mapping[str, str]) -> dict[str, View]:
     """Return views that find the model's tensors under BERT's names, without a prefix or with
-    `prefix`. The norm behind a layer is the first one of the next layer."""
-    modules = {EMBEDDING_NORM: "embeddings.LayerNorm"}
+    `prefix`. The norm behind a layer is the first one of the next layer. `head`: the modules of a
+    classification head."""
+    modules = {EMBEDDING_NORM: "embeddings.LayerNorm", **(head if config.classifier else {})}
     for n in range(config.num_layers):
         here, there = f"model.layers.{n}.", f"encoder.layer.{n}."
         modules |= {here + name: there + other for name, other in LAYER.items()}
@@ -90,7 +111,17 @@ def stored_bert(config: ModelConfig, prefix: str) -> dict[str, View]:
 
 
 def is_unused(config: ModelConfig, checkpoint: Checkpoint, name: str) -> bool:
-    return name.removeprefix(PREFIX).startswith(UNUSED) or name.endswith("position_ids")
+    return is_unused_bert(config, name.removeprefix(PREFIX))
 
 
+def is_unused_bert(config: ModelConfig, name: str) -> bool:
+    """Return whether a tensor, by its name without prefix, is a buffer or of an unused head."""
+    if config.classifier and name.startswith("pooler."):
+        return False
+    return name.startswith(UNUSED) or name.endswith("position_ids")
+
+
+SCORER = ModelSpec(
+    ("BertForSequenceClassification",), parse_scorer, stored=stored, unused=is_unused
+)
 SPEC = ModelSpec(("BertModel",), parse, stored=stored, unused=is_unused)

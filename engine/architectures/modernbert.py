@@ -1,15 +1,22 @@
 """ModernBERT: an encoder with rope, norms before attention and feed-forward, a gated feed-forward,
 and a window on two of three layers (arXiv:2412.13663)."""
 
+from dataclasses import replace
+
 from pdserve.engine.checkpoints import Checkpoint, View, first_of, fused
 from pdserve.engine.models import (
+    DENSE,
     EMBEDDING,
     EMBEDDING_NORM,
+    NORM,
     PRE_NORMS,
+    SCORE,
+    Classifier,
     Encoder,
     LayerConfig,
     ModelConfig,
     ModelSpec,
+    UnsupportedModel,
     qkv_sizes,
 )
 from pdserve.engine.models.hf_config import (
@@ -17,6 +24,7 @@ from pdserve.engine.models.hf_config import (
     head_dim,
     integer,
     num_layers,
+    one_score,
     positive,
     read_rope,
     standard,
@@ -60,6 +68,29 @@ def parse(hf: HfConfig) -> ModelConfig:
     )
 
 
+def parse_scorer(hf: HfConfig) -> ModelConfig:
+    """Parse the config of ModernBERT with a head that scores pairs of texts."""
+    config = parse(hf)
+    activation, pooling = (
+        hf.get("classifier_activation") or "gelu",
+        hf.get("classifier_pooling") or "cls",
+    )
+    if activation != "gelu" or pooling not in ("cls", "mean"):
+        raise UnsupportedModel(
+            f"config fields classifier_activation={activation!r}, classifier_pooling={pooling!r}: "
+            "expected gelu, and cls or mean"
+        )
+    head = Classifier(
+        pooling,
+        activation,
+        dense_bias=bool(hf.get("classifier_bias", False)),
+        norm_eps=config.norm_eps,
+        norm_bias=config.norm_bias,
+        sigmoid=one_score(hf),
+    )
+    return replace(config, classifier=head)
+
+
 def stored(config: ModelConfig) -> dict[str, View]:
     """Return views that find the model's tensors under ModernBERT's names. One tensor has q, k and
     v, another the gate and what it multiplies."""
@@ -75,6 +106,8 @@ def stored(config: ModelConfig) -> dict[str, View]:
         ):
             for name, view in fused("", other, parts).items():
                 views[f"{here}{module}{name}"] = view
+    if config.classifier:
+        modules |= {DENSE: "head.dense", NORM: "head.norm", SCORE: "classifier"}
     for name, other in modules.items():
         views |= {f"{name}.{leaf}": View(f"{other}.{leaf}") for leaf in ("weight", "bias")}
     views[EMBEDDING] = View("embeddings.tok_embeddings.weight")
@@ -84,7 +117,10 @@ def stored(config: ModelConfig) -> dict[str, View]:
 
 
 def is_unused(config: ModelConfig, checkpoint: Checkpoint, name: str) -> bool:
-    return name.startswith(UNUSED)
+    return config.classifier is None and name.startswith(UNUSED)
 
 
+SCORER = ModelSpec(
+    ("ModernBertForSequenceClassification",), parse_scorer, stored=stored, unused=is_unused
+)
 SPEC = ModelSpec(("ModernBertModel",), parse, stored=stored, unused=is_unused)

@@ -41,7 +41,7 @@ class CardData:
     weights_bytes: int  # on disk
     generation_config: dict[str, Any] = field(default_factory=dict)
     config_digest: str = ""  # hex; over the checkpoint's settings of rope, norms and windows
-    pooling: str = ""  # embedding models: "last", "mean" or "cls"; empty: a generative model
+    pooling: str = ""  # embedding models: "last", "mean" or "cls"; RANK; empty: a generative model
     normalizes: bool = False  # embeddings have length 1
     hidden_size: int = 0
     score_ids: tuple[int, ...] = ()  # rerankers: the ids of the tokens yes and no

@@ -1,6 +1,7 @@
 """Transformer models described as lists of parts (products, norms, attention), and the decoders
 that compute those parts."""
 
+from pdserve.engine.models.classifier import DENSE, NORM, SCORE, Classifier, ScoreHead
 from pdserve.engine.models.config import LayerConfig, ModelConfig, NormPlacement, UnsupportedModel
 from pdserve.engine.models.encoder import (
     EMBEDDING_NORM,

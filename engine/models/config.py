@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from pdserve.engine.kv import Kind, LayerGroup
+from pdserve.engine.models.classifier import Classifier
 from pdserve.engine.models.encoder import Encoder
 from pdserve.engine.models.parts import Activation, Part
 from pdserve.engine.models.rope import RopeConfig
@@ -105,6 +106,7 @@ class ModelConfig:
     head_bias: bool = False
     tied_head: bool = False  # the head is the embedding table
     latent: Latent | None = None  # what is cached instead of heads of keys and values
+    classifier: Classifier | None = None  # set: the model scores texts and generates nothing
     encoder: Encoder | None = None  # set: attention sees later tokens too, within one prompt
 
     @property

@@ -87,7 +87,10 @@ class Decoder:
         if self._embed_scale != 1:
             stream = stream * self._embed_scale
         if self._positions:
-            stream = stream + self._added.index_select(0, batch.positions)
+            added = self._positions.rows(
+                host_batch.token_ids, host_batch.positions, host_batch.starts
+            )
+            stream = stream + self._added.index_select(0, torch.from_numpy(added).to(self._device))
         for n, layer in enumerate(self._layers):
             last = n == len(self._layers) - 1
             step = LayerStep(batch, *kv.layer(n), batch.kv_only and last)

@@ -161,6 +161,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     layers = (part for n in range(config.num_layers) for part in layer_parts(config, n))
     for part in (*layers, final_norm(config), head(config)):
         shapes |= {tensor.name: tensor.shape for tensor in part.tensors()}
+    if config.classifier:
+        shapes |= config.classifier.shapes(config.hidden_size)
     return shapes
 
 

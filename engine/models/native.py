@@ -117,7 +117,8 @@ class NativeDecoder:
             [group.slots for group in batch.groups],
             batch.logit_tokens,
             batch.kv_only,
-            batch.positions if self._positions else None,
+            self._positions
+            and self._positions.rows(batch.token_ids, batch.positions, batch.starts),
         )
 
     @property

@@ -1,5 +1,5 @@
-"""Vectors of encoders from the engine equal transformers', and are the same bit for bit alone and
-in a batch."""
+"""Vectors and scores of encoders from the engine equal transformers', and are the same bit for bit
+alone and in a batch."""
 
 import random
 from dataclasses import replace
@@ -10,7 +10,9 @@ import pytest
 import torch
 from builders.engine_kit import ask, of, run
 from builders.tiny_embedder import Oracle
-from builders.tiny_encoder import ENCODERS, write_encoder
+from builders.tiny_encoder import ENCODERS, write_encoder, write_scorer
+from tokenizers import Tokenizer
+from transformers import AutoModelForSequenceClassification
 
 from pdserve.engine.api import (
     ContextLengthExceeded,
@@ -22,6 +24,8 @@ from pdserve.engine.api import (
 from pdserve.engine.build import build_engine
 from pdserve.engine.checkpoints import CheckpointError
 from pdserve.engine.engine import Engine
+from pdserve.text.tokenizer import TextModelInfo
+from pdserve.text.tokenizer.tokenizer import Tokenizer as TextTokenizer
 
 LENGTHS = (1, 2, 5, 17, 64, 65, 90, 150)  # below and beyond a tile of keys and a window
 POOLINGS = {"bert": "cls", "xlm_roberta": "mean", "modernbert": "last"}
@@ -30,9 +34,7 @@ MODES = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken"}
 
 def engine_of(path: Path, kernels: str = "native", **options: Any) -> Engine:
     exact = {"weights": "float32", "kv_dtype": "float32", "kernels": kernels, "chunk_size": 64}
-    engine, card = build_engine(EngineConfig(model=str(path), **{**exact, **options}))
-    assert card.normalizes
-    return engine
+    return build_engine(EngineConfig(model=str(path), **{**exact, **options}))[0]
 
 
 def requests() -> list[Request]:
@@ -60,6 +62,47 @@ def test_vectors_equal_those_of_transformers(subtests: pytest.Subtests, tmp_path
             engine = engine_of(path, threads=1)
             alone = {key: v for r in requests() for key, v in vectors(engine, r).items()}
             assert alone == together
+
+
+def test_scores_equal_those_of_transformers(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    pairs = [("what is it?", "the thing."), ("a", "b. " * 30), ("who, me", "a")]
+    for arch in ENCODERS:
+        path = write_scorer(tmp_path / arch, arch)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            path, attn_implementation="eager"
+        ).eval()
+        library = Tokenizer.from_file(str(path / "tokenizer.json"))
+        library.no_padding()
+        tokenizer = TextTokenizer((path / "tokenizer.json").read_bytes(), TextModelInfo(300))
+        asked, want = [], {}
+        for pair in pairs:
+            encoded = library.encode(*pair)
+            types = {"token_type_ids": torch.tensor([encoded.type_ids])} if arch == "bert" else {}
+            with torch.inference_mode():
+                logits = model(torch.tensor([encoded.ids]), **types).logits
+            asked.append(replace(ask(pair[0], tokenizer.encode_pair(*pair)), pool=True))
+            want[pair[0]] = float(torch.sigmoid(logits))
+            with subtests.test(arch, pair=pair):
+                assert asked[-1].prompt_ids == tuple(encoded.ids)
+                cut = tokenizer.encode_pair(*pair, len(encoded.ids) - 1)
+                assert len(cut) == len(encoded.ids) - 1
+                assert cut[-1] == encoded.ids[-1]
+        for kernels in ("reference", "native"):
+            with subtests.test(arch, kernels=kernels):
+                found = vectors(engine_of(path, kernels), *asked)
+                scores = {key: score for key, (score,) in found.items()}
+                assert scores == pytest.approx(want, abs=1e-4)
+                assert len({round(score, 3) for score in scores.values()}) == len(pairs)
+    with subtests.test("several labels"):
+        path = write_scorer(tmp_path / "labels", "bert", num_labels=3)
+        with pytest.raises(CheckpointError, match="id2label has 3 labels"):
+            engine_of(path)
+
+
+def test_a_pair_never_gets_special_tokens_from_its_texts(tmp_path: Path) -> None:
+    path = write_scorer(tmp_path, "bert")
+    tokenizer = TextTokenizer((path / "tokenizer.json").read_bytes(), TextModelInfo(300))
+    assert tokenizer.encode_pair("a [SEP] b", "[CLS]").count(3) == 2
 
 
 def test_what_an_encoder_does_not_do(subtests: pytest.Subtests, tmp_path: Path) -> None:

@@ -1,15 +1,17 @@
-"""Encoders behind the HTTP API: vectors equal transformers', and what an encoder cannot do is an
-error in one sentence."""
+"""Encoders behind the HTTP API: vectors and scores equal transformers', and what an encoder cannot
+do is an error in one sentence."""
 
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import torch
 from builders.tiny_embedder import Oracle
-from builders.tiny_encoder import write_encoder
+from builders.tiny_encoder import write_encoder, write_scorer
 from systems.fleet import Fleet
 from tokenizers import Tokenizer
+from transformers import AutoModelForSequenceClassification
 
 pytestmark = pytest.mark.extended
 
@@ -44,3 +46,39 @@ def test_embeddings(subtests: pytest.Subtests, tmp_path: Path) -> None:
         with subtests.test("no hand-off"):
             assert fleet.prefills("remote") == 0
             assert fleet.prefills("local") >= len(texts)
+
+
+def test_reranking(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    path = write_scorer(tmp_path / "scorer", "bert")
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.no_padding()
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    query, documents = "what is it?", ["the thing.", "a", "no! a b c", "me and you"]
+    want = []
+    for document in documents:
+        encoded = tokenizer.encode(query, document)
+        inputs = {"input_ids": encoded.ids, "token_type_ids": encoded.type_ids}
+        with torch.inference_mode():
+            logits = model(**{name: torch.tensor([ids]) for name, ids in inputs.items()}).logits
+        want.append(float(torch.sigmoid(logits)))
+    order = sorted(range(len(documents)), key=lambda n: -want[n])
+    with Fleet("--model", str(path), *OPTIONS) as fleet:
+        body = {"model": "scorer", "query": query, "documents": documents}
+        with subtests.test("order and scores"):
+            answer = httpx.post(f"{fleet.url}/rerank", json=body, timeout=60).raise_for_status()
+            results = answer.json()["results"]
+            assert [result["index"] for result in results] == order
+            scores = [result["relevance_score"] for result in results]
+            assert scores == pytest.approx([want[n] for n in order], abs=1e-4)
+        with subtests.test("a pair beyond the positions"):
+            long = {**body, "documents": ["a " * 300]}
+            refused = httpx.post(f"{fleet.url}/rerank", json=long, timeout=60)
+            assert refused.status_code == 400
+            assert "maximum context length is 200" in refused.json()["error"]["message"]
+            cut = {**long, "truncate_prompt_tokens": -1}
+            httpx.post(f"{fleet.url}/rerank", json=cut, timeout=60).raise_for_status()
+        with subtests.test("no embeddings"):
+            embed = {"model": "scorer", "input": "a"}
+            refused = httpx.post(f"{fleet.url}/v1/embeddings", json=embed, timeout=60)
+            assert refused.status_code == 400
+            assert "does not support Embeddings API" in refused.json()["error"]["message"]

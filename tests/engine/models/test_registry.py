@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from builders.paged_runner import PagedRunner, load_decoder, read_config
-from builders.tiny_encoder import ENCODERS, write_encoder
+from builders.tiny_encoder import ENCODERS, write_encoder, write_scorer
 from builders.tiny_models import ARCHITECTURES, MULTIMODAL, write_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,6 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     archs = (*ARCHITECTURES, *MULTIMODAL)
     paths = [write_tiny(folder / arch, arch, max_shard_size="30KB") for arch in archs]
     paths += [write_encoder(folder / arch, arch) for arch in ENCODERS]
+    paths += [write_scorer(folder / f"{arch}-scorer", arch) for arch in ENCODERS]
     return {name: path for path in paths for name in read_config(path)["architectures"]}
 
 

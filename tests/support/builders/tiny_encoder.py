@@ -62,6 +62,11 @@ def write_encoder(
     return path
 
 
+def write_scorer(path: Path, arch: str, num_labels: int = 1) -> Path:
+    """Write a tiny random encoder with a classification head."""
+    return write_encoder(path, arch, "", "ForSequenceClassification", num_labels=num_labels)
+
+
 def _framed(tokenizer: Tokenizer, single: str, pair: str) -> Tokenizer:
     ids = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
     used = [(text, number) for text, number in ids.items() if text in pair]
