@@ -36,4 +36,4 @@ from pdserve.engine.models.parts import (
     Part,
 )
 from pdserve.engine.models.rope import BY_CONTEXT, QueryScaledRope
-from pdserve.engine.models.spec import ModelSpec, TextModel, is_mtp, text_of, under_model
+from pdserve.engine.models.spec import ModelSpec, TextModel, is_mtp, scorer_of, text_of, under_model

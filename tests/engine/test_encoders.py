@@ -11,6 +11,7 @@ import torch
 from builders.engine_kit import ask, of, run
 from builders.tiny_embedder import Oracle
 from builders.tiny_encoder import ENCODERS, write_encoder, write_scorer
+from builders.tiny_models import write_tiny
 from tokenizers import Tokenizer
 from transformers import AutoModelForSequenceClassification
 
@@ -97,6 +98,28 @@ def test_scores_equal_those_of_transformers(subtests: pytest.Subtests, tmp_path:
         path = write_scorer(tmp_path / "labels", "bert", num_labels=3)
         with pytest.raises(CheckpointError, match="id2label has 3 labels"):
             engine_of(path)
+
+
+def test_decoders_with_a_head_score_as_transformers(
+    subtests: pytest.Subtests, tmp_path: Path
+) -> None:
+    for arch in ("llama", "qwen2", "qwen3"):
+        path = write_tiny(
+            tmp_path / arch, arch, head="ForSequenceClassification", num_labels=1, pad_token_id=0
+        )
+        model = AutoModelForSequenceClassification.from_pretrained(
+            path, attn_implementation="eager"
+        ).eval()
+        asked = [replace(ask(f"r{n}", range(9, 9 + n)), pool=True) for n in (1, 40, 130)]
+        with torch.inference_mode():
+            logits = [model(torch.tensor([list(one.prompt_ids)])).logits for one in asked]
+        want = {one.key: float(torch.sigmoid(x)) for one, x in zip(asked, logits, strict=True)}
+        with subtests.test(arch):
+            engine = engine_of(path)
+            first = {key: score for key, (score,) in vectors(engine, *asked).items()}
+            assert first == pytest.approx(want, abs=1e-4)
+            again = {key: score for key, (score,) in vectors(engine, *asked).items()}
+            assert again == first, "a hit of the prefix cache changes a score"
 
 
 def test_a_pair_never_gets_special_tokens_from_its_texts(tmp_path: Path) -> None:

@@ -52,6 +52,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     paths = [write_tiny(folder / arch, arch, max_shard_size="30KB") for arch in archs]
     paths += [write_encoder(folder / arch, arch) for arch in ENCODERS]
     paths += [write_scorer(folder / f"{arch}-scorer", arch) for arch in ENCODERS]
+    paths += [
+        write_tiny(folder / f"{arch}-scorer", arch, head="ForSequenceClassification", num_labels=1)
+        for arch in ("llama", "qwen2", "qwen3")
+    ]
     return {name: path for path in paths for name in read_config(path)["architectures"]}
 
 
