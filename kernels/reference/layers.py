@@ -257,10 +257,11 @@ def _chunk(
             end = min(kv_len, end - 1 + window) if window else kv_len
         low = max(0, begin - window + 1) if window else 0
         key = torch.arange(low, end, device=q.device)
-        seen = key <= position if causal else torch.ones_like(key <= position)
+        seen = key <= position if causal else (key >= low).expand(len(tile), -1)
         if window:
-            seen &= key > position - window
-            seen &= key < position + window
+            seen = seen & (key > position - window)
+            if not causal:
+                seen = seen & (key < position + window)
         span = slice(low - origin, end - origin)
         keys, values = k[:, :, span], v[:, :, span]
         out[start : start + size] = _tile(tile, keys, values, seen, scale, soft_cap, sinks)

@@ -99,9 +99,9 @@ def directory_text_files(path: Path, config: dict[str, Any]) -> TextFiles:
         ends += ids if isinstance(ids, list) else [ids]
     starts = (
         _token_id(tokenizer, tokenizer_config.get("bos_token")),
-        _token_id(tokenizer, tokenizer_config.get("cls_token")),  # of an encoder
         generation.get("bos_token_id"),
         config.get("bos_token_id"),
+        _token_id(tokenizer, tokenizer_config.get("cls_token")),  # of an encoder
     )
     bos = next((start for start in starts if checked_ids([start], size)), None)
     return TextFiles(

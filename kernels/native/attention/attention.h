@@ -36,8 +36,8 @@ struct AttentionBatch {
 
 class Attention {
  public:
-  // Divides the batch into pieces. Reads only its sizes, starts, kv_lens, window and causal, so that one
-  // plan serves all layers that agree in these; q, out, kv.data and block_table may be null.
+  // Divides the batch into pieces. Reads only its sizes, starts, kv_lens, window and causal, so that
+  // one plan serves all layers that agree in these; q, out, kv.data and block_table may be null.
   void plan(const AttentionBatch& batch, const Kernels& kernels, int threads);
 
   // Computes a batch of the planned shape on a pool with the planned number of threads.

@@ -130,10 +130,17 @@ def test_pooling_is_part_of_the_config_digest(embedder: Path) -> None:
     assert len(digests) == 2
 
 
-@pytest.mark.parametrize("mode", sorted({*MODES} - {"lasttoken", "mean_tokens"}))
+@pytest.mark.parametrize("mode", sorted({*MODES} - {"lasttoken", "mean_tokens", "cls_token"}))
 def test_an_unsupported_pooling_mode_is_named_in_the_error(embedder: Path, mode: str) -> None:
     write_pooling(embedder, mode)
-    refused(embedder, f"pooling mode {mode} is not supported .supported: lasttoken and mean_tokens")
+    supported = "lasttoken, mean_tokens, cls_token"
+    refused(embedder, f"pooling mode {mode} is not supported .supported: {supported}")
+
+
+def test_the_first_token_of_a_decoder_is_no_embedding(embedder: Path) -> None:
+    write_pooling(embedder, "cls_token")
+    refused(embedder, "pooling cls needs an encoder")
+    refused(embedder, "pooling cls needs an encoder", pooling="cls")
 
 
 def test_no_pooling_mode_and_several_are_refused(embedder: Path) -> None:
