@@ -408,9 +408,10 @@ def _load_weights(
         quantized=quantized,
     ) as weights:
         decoder = backend.decoder(model, weights)
-        head = model.classifier and ScoreHead(
-            model.classifier, model.hidden_size, lambda name: unpack(weights(name))
-        )
+        head = None
+        if model.classifier:
+            size = model.hidden_size
+            head = ScoreHead(model.classifier, size, lambda name: unpack(weights(name)))
         if digest is None:
             digest = weights.digest()
             cache.put(checkpoint.files, digest)

@@ -44,7 +44,8 @@ class LearnedPositions:
         before = np.cumsum(ends) - ends  # separators of the batch before each token
         begins = np.array(starts[:-1])
         own = before - np.repeat(before[begins], np.diff(starts))
-        return positions + self.num_positions * np.minimum(own, self.num_types - 1)
+        rows: Ints = positions + self.num_positions * np.minimum(own, self.num_types - 1)
+        return rows
 
 
 @dataclass(frozen=True, slots=True)

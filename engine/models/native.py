@@ -108,6 +108,9 @@ class NativeDecoder:
         if kv is not self._kv:
             self._attach(kv)
         self._reserve_positions(max(batch.kv_lens))
+        added = None
+        if self._positions:
+            added = self._positions.rows(batch.token_ids, batch.positions, batch.starts)
         return self._stack.forward(
             batch.token_ids,
             batch.positions,
@@ -117,8 +120,7 @@ class NativeDecoder:
             [group.slots for group in batch.groups],
             batch.logit_tokens,
             batch.kv_only,
-            self._positions
-            and self._positions.rows(batch.token_ids, batch.positions, batch.starts),
+            added,
         )
 
     @property
