@@ -48,7 +48,9 @@ def build_engine(
     trial_sizes = (blocks_for(max_size, spec.block_size),) * len(spec.groups)
     measured = measure(decoder, backend.kv_cache(spec, trial_sizes), max_size)
     chunk_size = config.chunk_size or measured.chunk_size
-    num_blocks = _num_blocks(config, backend, spec, card.context_len, chunk_size)
+    if card.is_encoder:
+        chunk_size = card.context_len  # a prompt's tokens see each other: one chunk computes all
+    num_blocks = _num_blocks(config, backend, spec, card, chunk_size)
     context_len = min(card.context_len, num_blocks * spec.block_size)
     sizes = pool_sizes(spec, num_blocks, config.max_running, chunk_size)
     kv = backend.kv_cache(spec, sizes)
@@ -70,13 +72,14 @@ def build_engine(
             shared_step_tokens=max(MIN_SHARE, round(measured.row_s / measured.token_s)),
             max_waiting=config.max_waiting,
             eos_ids=frozenset(card.eos_ids),
-            pooling=card.pooling,
+            pooling=loaded.head.pooling if loaded.head else card.pooling,
         ),
         backend.sampling,
         kv_identity=kv_identity(card, kv_dtype, numerics),
         numerics_id=numerics,
-        prefix_cache=config.prefix_cache,
+        prefix_cache=config.prefix_cache and not card.is_encoder,
         token_s=measured.token_s,
+        score=loaded.head,
         grammars=GrammarBackend(card.tokenizer_json, card.vocab_size, card.eos_ids),
     )
     log.info(
@@ -94,13 +97,14 @@ def build_engine(
 
 
 def _num_blocks(
-    config: EngineConfig, backend: Backend, spec: KvSpec, context_len: int, chunk_size: int
+    config: EngineConfig, backend: Backend, spec: KvSpec, card: CardData, chunk_size: int
 ) -> int:
     """Return the number of KV blocks of a layer group with full attention; the size of window
     groups follows from it (pool_sizes).
 
     With --kv-tokens, that many tokens; otherwise as many blocks as fit in memory, at most those
-    that a full batch of maximum contexts needs. Raises ValueError if none fits.
+    that a full batch of maximum contexts needs, or for an encoder, which keeps no KV, one step.
+    Raises ValueError if none fits.
     """
     if config.kv_tokens:
         return max(1, config.kv_tokens // spec.block_size)
@@ -108,7 +112,11 @@ def _num_blocks(
     def num_bytes(num_blocks: int) -> int:
         return spec.pool_bytes(pool_sizes(spec, num_blocks, config.max_running, chunk_size))
 
-    max_blocks = config.max_running * blocks_for(context_len, spec.block_size)
+    max_blocks = config.max_running * blocks_for(card.context_len, spec.block_size)
+    if card.is_encoder:
+        step_tokens = config.step_tokens or config.max_running + chunk_size
+        step_blocks = config.max_running + blocks_for(step_tokens, spec.block_size)
+        max_blocks = min(max_blocks, step_blocks)
     fit = bisect_right(range(1, max_blocks + 1), backend.pool_bytes(), key=num_bytes)
     if fit < 1:
         raise ValueError(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdserve.engine.api import Event, InvalidRequest, QueueFull, Request, Step, prefix_ids
 from pdserve.engine.constraints import ConstraintManager, has_constraints
@@ -88,20 +89,22 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         token_s: float = 0.0,
         grammars: GrammarBackend | None = None,
+        score: Callable[[NDArray[np.float32]], float] | None = None,
     ) -> None:
         """`token_s`: measured seconds per token of a prefill chunk; 0 if unknown. `grammars`: the
-        backend that compiles grammars; if None, requests with a grammar are refused."""
+        backend that compiles grammars; if None, requests with a grammar are refused. `score`: makes
+        the score of a reranker from the pooled state of a prompt."""
         self.model = model
         self.kv = kv
         self.limits = limits
         self.kv_identity = kv_identity
         self.numerics_id = numerics_id
         self._clock = clock
-        prefix_cache &= limits.pooling != "mean"  # mean pooling needs the states of all tokens
+        prefix_cache &= limits.pooling in ("", "last")  # others need the states of all tokens
         tables = BlockTables(kv.spec, kv.num_blocks, limits.chunk_size, prefix_cache)
         self.jobs = JobTable(tables, limits.max_running)
         self._scheduler = Scheduler(self.jobs, limits)
-        self._progress = StepProgress(self.jobs, limits)
+        self._progress = StepProgress(self.jobs, limits, score)
         self._runner = ModelRunner(model, kv, limits.max_running, limits.context_len)
         self._sampler = Sampler(limits, ops)
         self._constraints = ConstraintManager(limits.vocab_size, limits.eos_ids, grammars)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pdserve.engine.api import EngineConfig
+from pdserve.engine.api import RANK, EngineConfig
 from pdserve.engine.architectures import find_spec, known_specs
 from pdserve.engine.backends import Backend, ModelDecoder, choose
 from pdserve.engine.checkpoints import (
@@ -44,6 +44,7 @@ from pdserve.engine.models import (
     Linear,
     ModelConfig,
     Part,
+    ScoreHead,
     UnsupportedModel,
     configuration_digest,
     layer_parts,
@@ -51,6 +52,7 @@ from pdserve.engine.models import (
     under_model,
 )
 from pdserve.engine.weights import MatrixRole, Mix, StoredMatrix, find_type
+from pdserve.engine.weights.convert import unpack
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +182,7 @@ class ModelTask:
 
     @property
     def kind(self) -> str:
-        """Kind of pooling of an embedding model, "last" or "mean"; empty for other tasks."""
+        """Kind of pooling of an embedding model, "last", "mean" or "cls"; empty for other tasks."""
         return self.pooling.kind if self.pooling else ""
 
     def of(self, model: ModelConfig) -> ModelConfig:
@@ -196,7 +198,9 @@ class ModelTask:
         return replace(model, tied_head=True, head_bias=False, context_len=max_len)
 
 
-def find_task(config: EngineConfig, checkpoint: Checkpoint, has_head: bool) -> ModelTask:
+def find_task(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, has_head: bool
+) -> ModelTask:
     """Return the task of a model, from the options and the checkpoint. `has_head`: the model has an
     output head, which computes logits.
 
@@ -213,6 +217,10 @@ def find_task(config: EngineConfig, checkpoint: Checkpoint, has_head: bool) -> M
         if task not in ("auto", "embed"):
             raise ValueError(f"--pooling {config.pooling} contradicts --task {task}")
         task = "embed"
+    if model.classifier:
+        if task not in ("auto", "score"):
+            raise CheckpointError(f"--task {task}: the model has a head that can only score")
+        return ModelTask(StoredPooling(model.classifier.pooling, normalizes=False))
     if task in ("generate", "score"):
         if not has_head:
             raise CheckpointError(f"--task {task}: the model has no output head and can only embed")
@@ -221,9 +229,13 @@ def find_task(config: EngineConfig, checkpoint: Checkpoint, has_head: bool) -> M
     if task == "auto" and stored is None and has_head:
         return ModelTask()
     # Like vLLM, normalize the vectors of a model whose files do not say.
-    stored = stored or StoredPooling("last", normalizes=True)
+    stored = stored or StoredPooling("mean" if model.encoder else "last", normalizes=True)
     if config.pooling != "auto":
         stored = replace(stored, kind=config.pooling)
+    if stored.kind == "cls" and not model.encoder:
+        raise CheckpointError(
+            "pooling cls needs an encoder: in this model the first token sees no other token"
+        )
     return ModelTask(stored)
 
 
@@ -251,12 +263,28 @@ def score_ids(tokenizer_json: bytes) -> tuple[int, int]:
     return yes, no
 
 
+def with_separator(model: ModelConfig, tokenizer_json: bytes) -> ModelConfig:
+    """Return the config of a model that scores pairs, with the token that ends a pair's first text
+    if the model tells its texts apart by it."""
+    positions = model.encoder.positions if model.encoder else None
+    if model.encoder is None or positions is None or positions.num_types < 2:
+        return model
+    pair = load_tokenizer(tokenizer_json).encode("a", "b")
+    if 1 not in pair.type_ids:
+        return model
+    separator = pair.ids[pair.type_ids.index(1) - 1]
+    return replace(
+        model, encoder=replace(model.encoder, positions=replace(positions, separator=separator))
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A loaded model: its decoder with weights, the backend that computes it, and its model
-    card."""
+    """A loaded model: its decoder with weights, its head that scores if it has one, the backend
+    that computes it, and its model card."""
 
     decoder: ModelDecoder
+    head: ScoreHead | None
     backend: Backend
     card: CardData
 
@@ -295,8 +323,10 @@ def _load(
     opened = under_model(open_checkpoint(resolved.path))
     spec = find_spec(opened.hf_config)
     model = spec.parse(opened.hf_config)
-    has_head = model.tied_head or HEAD in spec.view(opened, model).names()
-    task = find_task(config, opened, has_head)
+    has_head = model.encoder is None and (
+        model.tied_head or HEAD in spec.view(opened, model).names()
+    )
+    task = find_task(config, opened, model, has_head)
     model = task.of(model)
     requested_len = config.context_len or model.context_len
     model = replace(model, context_len=min(requested_len, model.context_len))
@@ -305,6 +335,8 @@ def _load(
     checkpoint = spec.view(opened, model)
     progress("reading the tokenizer", 0.0)
     text = _text_files(checkpoint)  # before the weights, so that errors show at once
+    if model.classifier:
+        model = with_separator(model, text.tokenizer_json)
     unused = {HEAD} if model.tied_head else set()
     check_names(checkpoint, tensor_shapes(model), unused | ({HEAD_BIAS} if task.kind else set()))
     quantized = isq_formats(isq, model, checkpoint) if isq else {}
@@ -318,9 +350,9 @@ def _load(
             ", ..." * (len(expanded) > 3),
         )
     cache = DigestCache(part=" without head" if task.kind else "")
-    decoder, digest = _load_weights(checkpoint, model, backend, quantized, cache, progress)
+    decoder, head, digest = _load_weights(checkpoint, model, backend, quantized, cache, progress)
     card = _card(config, resolved, checkpoint, text, model, task, quantized, digest)
-    return LoadedModel(decoder, backend, card)
+    return LoadedModel(decoder, head, backend, card)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -359,9 +391,9 @@ def _load_weights(
     quantized: Mapping[str, str],
     cache: DigestCache,
     progress: Progress,
-) -> tuple[ModelDecoder, str]:
-    """Load the weights into a decoder that `backend` builds. Return the decoder and the digest of
-    the weights."""
+) -> tuple[ModelDecoder, ScoreHead | None, str]:
+    """Load the weights into a decoder that `backend` builds, and into the head that scores. Return
+    both and the digest of the weights."""
     digest = cache.get(checkpoint.files)
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     activity = "quantizing weights" if quantized else "loading weights"
@@ -376,13 +408,17 @@ def _load_weights(
         quantized=quantized,
     ) as weights:
         decoder = backend.decoder(model, weights)
+        head = None
+        if model.classifier:
+            size = model.hidden_size
+            head = ScoreHead(model.classifier, size, lambda name: unpack(weights(name)))
         if digest is None:
             digest = weights.digest()
             cache.put(checkpoint.files, digest)
     if weights.expanded_bytes:
         megabytes = weights.expanded_bytes / 1e6
         log.info("weights expanded to %s: %.0f MB", backend.weights_format, megabytes)
-    return decoder, quantized_digest(digest, quantized) if quantized else digest
+    return decoder, head, quantized_digest(digest, quantized) if quantized else digest
 
 
 def _card(
@@ -415,7 +451,8 @@ def _card(
         weights_bytes=sum(stat.st_size for stat in stats),
         generation_config=with_recommended(text.generation_config, resolved.name),
         config_digest=configuration_digest(model, task.kind),
-        pooling=task.kind,
+        is_encoder=model.encoder is not None,
+        pooling=RANK if model.classifier else task.kind,
         normalizes=task.pooling is not None and task.pooling.normalizes,
         hidden_size=model.hidden_size,
         score_ids=score_ids(text.tokenizer_json) if task.scores else (),

@@ -94,6 +94,23 @@ class ModelTexts:
                 max_len=max_chars,
             )
 
+    async def pair_ids(
+        self,
+        model: ServedModel,
+        texts: tuple[str, str],
+        param: str,
+        owner: bytes,
+        kept_tokens: int | None,
+    ) -> list[int]:
+        """Return the token ids of a pair of texts, as a model that scores pairs reads them, cut to
+        `kept_tokens` if that is set. Special tokens in the texts are taken as text."""
+        max_chars = _max_prompt_chars(sum(map(len, texts)), model, param)
+        await self._rates.check_text(owner)
+        with _prompt_errors(model, param):
+            return await model.text.workers.pair_ids(
+                owner, texts, kept=kept_tokens, max_len=max_chars
+            )
+
     async def decode(
         self,
         model: ServedModel,

@@ -87,6 +87,12 @@ class PoolingRuns:
         )
         return self._run(prepared, Start(params=params), lambda event: _score(event, yes, no))
 
+    async def relevances(self, prepared: PreparedInputs) -> AsyncGenerator[tuple[int, float], None]:
+        """Yield the number of each input and its score by the model's head. Raises ServiceError."""
+        async with aclosing(self.embeddings(prepared)) as answers:
+            async for number, values in answers:
+                yield number, values[0]
+
     async def _run(
         self, prepared: PreparedInputs, template: Start, answer: Answer[T]
     ) -> AsyncGenerator[tuple[int, T], None]:

@@ -4,6 +4,7 @@ parameters."""
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.api.request import (
     CONTEXT_EXCEEDED,
+    RANK,
     ChoiceState,
     ClientParams,
     ContextLengthExceeded,

@@ -54,9 +54,10 @@ class EngineConfig:
     )
     pooling: str = option(
         "auto",
-        "pooling of embeddings: last (the last token's final hidden state) or mean (over all "
-        "tokens); auto: as the model's files define, else last",
-        choices=("auto", "last", "mean"),
+        "pooling of embeddings: last (the last token's final hidden state), mean (over all "
+        "tokens) or cls (the first token's); auto: as the model's files define, else last, or mean "
+        "of an encoder",
+        choices=("auto", "last", "mean", "cls"),
     )
     device: str = option(
         "cpu",

@@ -247,9 +247,13 @@ class PromptScored:
     logprobs: tuple[TokenLogprob, ...]
 
 
+RANK = "rank"  # CardData.pooling of a model whose head scores pairs of texts
+
+
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """Event: the embedding of the prompt, hidden_size float32 numbers that are not normalized."""
+    """Event: the embedding of the prompt, hidden_size float32 numbers that are not normalized; of a
+    model whose head scores, the score."""
 
     key: str
     values: tuple[float, ...]

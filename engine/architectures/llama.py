@@ -3,7 +3,7 @@
 from typing import Any
 
 from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata, expert_config
-from pdserve.engine.models import ModelConfig, ModelSpec
+from pdserve.engine.models import ModelConfig, ModelSpec, scorer_of
 from pdserve.engine.models.hf_config import HfConfig, attention_biases, standard
 
 
@@ -23,3 +23,4 @@ def gguf_config(metadata: Metadata) -> dict[str, Any]:
 
 GGUF = GgufMapping("llama", config=gguf_config, permuted=True)
 SPEC = ModelSpec(("LlamaForCausalLM",), parse, GGUF)
+SCORER = scorer_of("LlamaForSequenceClassification", SPEC)

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata, expert_config
-from pdserve.engine.models import MixtureOfExperts, ModelConfig, ModelSpec, stored_experts
+from pdserve.engine.models import (
+    MixtureOfExperts,
+    ModelConfig,
+    ModelSpec,
+    scorer_of,
+    stored_experts,
+)
 from pdserve.engine.models.hf_config import (
     HfConfig,
     integer,
@@ -40,6 +46,7 @@ def parse_dense(hf: HfConfig) -> ModelConfig:
 
 
 QWEN2 = ModelSpec(("Qwen2ForCausalLM",), parse_dense, GgufMapping("qwen2"))
+SCORER = scorer_of("Qwen2ForSequenceClassification", QWEN2)
 
 
 def parse_moe(hf: HfConfig) -> ModelConfig:

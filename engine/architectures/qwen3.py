@@ -7,7 +7,13 @@ from typing import Any
 
 from pdserve.engine.architectures.qwen2 import upper_windows
 from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata, expert_config
-from pdserve.engine.models import MixtureOfExperts, ModelConfig, ModelSpec, stored_experts
+from pdserve.engine.models import (
+    MixtureOfExperts,
+    ModelConfig,
+    ModelSpec,
+    scorer_of,
+    stored_experts,
+)
 from pdserve.engine.models.hf_config import (
     HfConfig,
     attention_biases,
@@ -43,6 +49,7 @@ def with_windows(hf: HfConfig, windows: Sequence[int]) -> ModelConfig:
 
 
 QWEN3 = ModelSpec(("Qwen3ForCausalLM",), parse_dense, GgufMapping("qwen3"))
+SCORER = scorer_of("Qwen3ForSequenceClassification", QWEN3)
 
 
 def parse_moe(hf: HfConfig) -> ModelConfig:

@@ -41,10 +41,11 @@ class CardData:
     weights_bytes: int  # on disk
     generation_config: dict[str, Any] = field(default_factory=dict)
     config_digest: str = ""  # hex; over the checkpoint's settings of rope, norms and windows
-    pooling: str = ""  # embedding models: "last" or "mean"; empty: a generative model
+    pooling: str = ""  # embedding models: "last", "mean" or "cls"; RANK; empty: a generative model
     normalizes: bool = False  # embeddings have length 1
     hidden_size: int = 0
     score_ids: tuple[int, ...] = ()  # rerankers: the ids of the tokens yes and no
+    is_encoder: bool = False  # a token sees later tokens too
 
 
 def with_recommended(config: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class TextFiles:
 class StoredPooling:
     """How an embedding model makes an embedding from its hidden states, according to its files."""
 
-    kind: str  # "last" or "mean"
+    kind: str  # "last", "mean" or "cls"
     normalizes: bool  # to length 1
     max_len: int | None = None  # longest text, in tokens
 

@@ -1,7 +1,15 @@
 """Transformer models described as lists of parts (products, norms, attention), and the decoders
 that compute those parts."""
 
+from pdserve.engine.models.classifier import DENSE, NORM, SCORE, Classifier, ScoreHead
 from pdserve.engine.models.config import LayerConfig, ModelConfig, NormPlacement, UnsupportedModel
+from pdserve.engine.models.encoder import (
+    EMBEDDING_NORM,
+    POSITIONS,
+    TYPES,
+    Encoder,
+    LearnedPositions,
+)
 from pdserve.engine.models.experts import MixtureOfExperts, stored_experts
 from pdserve.engine.models.identity import configuration_digest, kv_identity, numerics_id
 from pdserve.engine.models.interleaved import interleaved_rope
@@ -28,4 +36,4 @@ from pdserve.engine.models.parts import (
     Part,
 )
 from pdserve.engine.models.rope import BY_CONTEXT, QueryScaledRope
-from pdserve.engine.models.spec import ModelSpec, TextModel, is_mtp, text_of, under_model
+from pdserve.engine.models.spec import ModelSpec, TextModel, is_mtp, scorer_of, text_of, under_model

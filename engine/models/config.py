@@ -1,4 +1,4 @@
-"""The configuration of a decoder-only transformer: its sizes, and the settings in which
+"""The configuration of a transformer: its sizes, and the settings in which
 architectures differ.
 
 Plain data, made from a config.json by `ModelSpec.parse` and immutable afterwards.
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from pdserve.engine.kv import Kind, LayerGroup
+from pdserve.engine.models.classifier import Classifier
+from pdserve.engine.models.encoder import Encoder
 from pdserve.engine.models.parts import Activation, Part
 from pdserve.engine.models.rope import RopeConfig
 
@@ -50,7 +52,8 @@ class LayerConfig:
     feed-forward."""
 
     rope: RopeConfig | None  # None: no position encoding
-    window: int = 0  # number of keys that a token sees, including itself; 0: all
+    # Number of keys that a token sees up to itself, in an encoder also from itself on; 0: all.
+    window: int = 0
     feed_forward: FeedForward | None = None  # None: an MLP of ffn_size
 
 
@@ -103,6 +106,8 @@ class ModelConfig:
     head_bias: bool = False
     tied_head: bool = False  # the head is the embedding table
     latent: Latent | None = None  # what is cached instead of heads of keys and values
+    classifier: Classifier | None = None  # set: the model scores texts and generates nothing
+    encoder: Encoder | None = None  # set: attention sees later tokens too, within one prompt
 
     @property
     def num_layers(self) -> int:

@@ -13,7 +13,7 @@ from pdserve.engine.kv import LayerGroup
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.layer import EMBEDDING, HEAD, HEAD_BIAS, final_norm, layer_parts
-from pdserve.engine.models.parts import Add, Attention, Hold
+from pdserve.engine.models.parts import Add, Attention, Hold, Replace
 from pdserve.engine.models.rope import RopeTable
 from pdserve.engine.models.torch_parts import (
     LayerStep,
@@ -26,11 +26,12 @@ from pdserve.engine.models.torch_parts import (
     rows,
     to_device,
 )
+from pdserve.engine.weights.convert import unpack
 from pdserve.kernels import reference
 
 
 class Decoder:
-    """A decoder-only transformer on torch, on one device, computing in one dtype.
+    """A transformer on torch, on one device, computing in one dtype.
 
     `weights` returns a stored weight by name and is called once for each name of
     `tensor_shapes(config)`. Weights stored as plain numbers of `dtype` are held on `device`; all
@@ -57,6 +58,10 @@ class Decoder:
             for rope in config.ropes
         }
         self._embedding = to_device(weights(EMBEDDING), dtype, device)
+        self._positions = config.encoder.positions if config.encoder else None
+        if self._positions:
+            table = self._positions.table(lambda name: unpack(weights(name)))
+            self._added = torch.from_numpy(table).to(device, dtype)
         setup = Setup(weights, dtype, device, self._ropes)
         self._layers = [_Layer(config, n, setup) for n in range(config.num_layers)]
         self._norm = make_part(final_norm(config), setup)
@@ -81,6 +86,11 @@ class Decoder:
         stream = rows(self._embedding, host_batch.token_ids, self.dtype, self._device)
         if self._embed_scale != 1:
             stream = stream * self._embed_scale
+        if self._positions:
+            added = self._positions.rows(
+                host_batch.token_ids, host_batch.positions, host_batch.starts
+            )
+            stream = stream + self._added.index_select(0, torch.from_numpy(added).to(self._device))
         for n, layer in enumerate(self._layers):
             last = n == len(self._layers) - 1
             step = LayerStep(batch, *kv.layer(n), batch.kv_only and last)
@@ -111,8 +121,9 @@ class _Layer:
 
     def __init__(self, config: ModelConfig, n: int, setup: Setup) -> None:
         parts = layer_parts(config, n)
-        self._parts: list[TorchPart | Add | Hold] = [
-            part if isinstance(part, Add | Hold) else make_part(part, setup) for part in parts
+        self._parts: list[TorchPart | Add | Hold | Replace] = [
+            part if isinstance(part, Add | Hold | Replace) else make_part(part, setup)
+            for part in parts
         ]
         self._num_kv_parts = 1 + next(i for i, p in enumerate(parts) if isinstance(p, Attention))
 
@@ -124,6 +135,8 @@ class _Layer:
             match part:
                 case Hold():
                     x, held = stream, x
+                case Replace():
+                    stream = x
                 case Add():
                     x = stream = stream + (held + x if part.held else x)
                 case _:

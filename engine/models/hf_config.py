@@ -403,3 +403,22 @@ def with_experts(
             for n, layer in enumerate(config.layers)
         ),
     )
+
+
+def one_score(hf: HfConfig) -> bool:
+    """Return whether the score of a model with a classification head is the sigmoid of its sum, as
+    sentence-transformers' settings say; True if they are absent. Raises UnsupportedModel for a
+    head with several labels or another activation."""
+    labels = len(table(hf, "id2label")) or 2  # transformers' default
+    if labels != 1:
+        raise UnsupportedModel(
+            f"config field id2label has {labels} labels: a reranker has one, whose value is a score"
+        )
+    name = table(hf, "sentence_transformers").get("activation_fn")
+    name = name or hf.get("sbert_ce_default_activation_function") or "Sigmoid"
+    kind = str(name).rpartition(".")[2]
+    if kind not in ("Sigmoid", "Identity"):
+        raise UnsupportedModel(
+            f"activation {name!r} of scores is not supported: expected Sigmoid or Identity"
+        )
+    return kind == "Sigmoid"

@@ -34,6 +34,9 @@ def configuration_digest(config: ModelConfig, pooling: str = "") -> str:
         for layer in config.layers
     ]
     content = asdict(replace(config, layers=tuple(layers), context_len=0))
+    for name in ("encoder", "classifier"):
+        if content[name] is None:
+            del content[name]  # as in releases without them
     if pooling:
         content["pooling"] = pooling
     text = json.dumps(_as_float32(content), sort_keys=True)

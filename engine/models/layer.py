@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pdserve.engine.models.config import ModelConfig, NormPlacement
+from pdserve.engine.models.encoder import EMBEDDING_NORM
 from pdserve.engine.models.parts import (
     Activate,
     Add,
@@ -21,6 +22,7 @@ from pdserve.engine.models.parts import (
     Linear,
     Norm,
     Part,
+    Replace,
     Rope,
     Scale,
     TensorSpec,
@@ -40,9 +42,19 @@ def layer_parts(config: ModelConfig, n: int) -> tuple[Part, ...]:
     qkv = qkv_sizes(config)
     q_size, kv_size, _ = qkv.values()
 
+    encoder = config.encoder
+
     def norm(name: str | None) -> Iterator[Part]:
         if name:
             yield _norm(config, prefix + name)
+            if encoder and encoder.post_norm:
+                yield Replace()
+
+    def first_norm() -> Iterator[Part]:
+        if encoder and n == 0:
+            yield from (_norm(config, EMBEDDING_NORM), Replace())
+        else:
+            yield from norm(placement.attn_in)
 
     def head_norm() -> Iterator[Part]:
         if config.qk_norm == "head_layer":
@@ -76,7 +88,14 @@ def layer_parts(config: ModelConfig, n: int) -> tuple[Part, ...]:
             *(rotation() if rotated_first else ()),
             *head_norm(),
             *(() if rotated_first else rotation()),
-            Attention(heads, config.attn_scale, config.attn_soft_cap, layer.window, sinks),
+            Attention(
+                heads,
+                config.attn_scale,
+                config.attn_soft_cap,
+                layer.window,
+                sinks,
+                causal=encoder is None,
+            ),
         )
 
     scale = () if config.residual_scale == 1 else (Scale(config.residual_scale),)
@@ -90,7 +109,7 @@ def layer_parts(config: ModelConfig, n: int) -> tuple[Part, ...]:
     else:
         attention, attention_size = plain(), q_size
     return (
-        *norm(placement.attn_in),
+        *first_norm(),
         *attention,
         linear(attn, {"o_proj": hidden}, attention_size, config.o_bias),
         *norm(placement.attn_out),
@@ -137,9 +156,13 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the tensors that a decoder of `config` loads, in the order of
     loading."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    if config.encoder and config.encoder.positions:
+        shapes |= config.encoder.positions.shapes(config.hidden_size)
     layers = (part for n in range(config.num_layers) for part in layer_parts(config, n))
     for part in (*layers, final_norm(config), head(config)):
         shapes |= {tensor.name: tensor.shape for tensor in part.tensors()}
+    if config.classifier:
+        shapes |= config.classifier.shapes(config.hidden_size)
     return shapes
 
 

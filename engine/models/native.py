@@ -31,6 +31,7 @@ from pdserve.engine.models.parts import (
     Linear,
     Norm,
     Part,
+    Replace,
     Rope,
     Scale,
     SliceNorm,
@@ -51,7 +52,7 @@ NativePart = tuple[str, dict[str, object]]  # kind and fields, in the form of th
 
 
 class NativeDecoder:
-    """A decoder-only transformer on the native CPU kernels, with the methods of `Decoder`;
+    """A transformer on the native CPU kernels, with the methods of `Decoder`;
     `weights` returns a stored weight by name."""
 
     def __init__(
@@ -80,6 +81,10 @@ class NativeDecoder:
         self._reserve_positions(1)
         embedding = self._pack(EMBEDDING, weights(EMBEDDING))
         self._stack.set_embedding(embedding)
+        self._positions = config.encoder.positions if config.encoder else None
+        if self._positions:
+            table = self._positions.table(lambda name: unpack(weights(name)))
+            self._stack.set_added_embedding(table)
         for n in range(config.num_layers):
             self._add_layer(n, weights)
         (norm,) = self._fields(final_norm(config), weights, 0)
@@ -103,6 +108,9 @@ class NativeDecoder:
         if kv is not self._kv:
             self._attach(kv)
         self._reserve_positions(max(batch.kv_lens))
+        added = None
+        if self._positions:
+            added = self._positions.rows(batch.token_ids, batch.positions, batch.starts)
         return self._stack.forward(
             batch.token_ids,
             batch.positions,
@@ -112,6 +120,7 @@ class NativeDecoder:
             [group.slots for group in batch.groups],
             batch.logit_tokens,
             batch.kv_only,
+            added,
         )
 
     @property
@@ -191,6 +200,7 @@ class NativeDecoder:
                 scores = {"scale": part.scale, "soft_cap": part.soft_cap, "window": part.window}
                 sinks = unpack(weights(part.sinks.name)) if part.sinks else None
                 others = {"sinks": sinks, "latent": part.latent, "group": group}
+                others["causal"] = int(part.causal)
                 return [("attention", {**shape, **scores, **others})]
             case SliceNorm():
                 weight = unpack(weights(part.weight.name))
@@ -206,6 +216,8 @@ class NativeDecoder:
                 return [("scale", {"factor": part.factor})]
             case Experts():
                 return [("experts", self._experts(part, weights))]
+            case Replace():
+                return [("replace", {})]
             case Hold():
                 return [("hold", {})]
             case Add():

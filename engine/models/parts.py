@@ -147,6 +147,9 @@ class Attention(Part):
     keys only; the last `latent` values of a key are also its value, and x becomes [tokens, q heads
     * latent] (DeepSeek-V2, arXiv:2405.04434, 2.1, with the up-projections of keys and values as
     separate parts).
+
+    If not `causal`, a token sees all keys of its sequence, or with a window as many from itself on
+    as up to itself; a step then has all tokens of each sequence.
     """
 
     heads: Heads
@@ -155,6 +158,7 @@ class Attention(Part):
     window: int
     sinks: TensorSpec | None = None  # [q heads]
     latent: int = 0  # number of a key's values that are its value; 0: separate values
+    causal: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +180,11 @@ class Scale(Part):
     """Multiplies x by `factor`."""
 
     factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Replace(Part):
+    """Makes x the residual stream."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,15 @@ of the checkpoint are not loaded.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from pdserve.engine.checkpoints import Checkpoint, View, ViewedCheckpoint, first_of
 from pdserve.engine.checkpoints.gguf import GgufMapping
+from pdserve.engine.models.classifier import SCORE, Classifier
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
-from pdserve.engine.models.hf_config import HfConfig, table
+from pdserve.engine.models.hf_config import HfConfig, one_score, table
 from pdserve.engine.models.layer import EMBEDDING, tensor_shapes
 
 PREFIX = "model."  # of all tensors except the head
@@ -63,6 +64,21 @@ class ModelSpec:
         """Return the checkpoint with its tensors under the names that the model loads."""
         unused = partial(self.unused, config, checkpoint)
         return ViewedCheckpoint(checkpoint, self.stored(config), unused)
+
+
+def scorer_of(architecture: str, decoder: ModelSpec) -> ModelSpec:
+    """Return the spec of a decoder with a head that makes a score from the state of the last
+    token."""
+
+    def parse(hf: HfConfig) -> ModelConfig:
+        """Parse the config of a decoder with a head that scores pairs of texts."""
+        head = Classifier("last", bias=False, sigmoid=one_score(hf))
+        return replace(decoder.parse(hf), classifier=head, tied_head=True, head_bias=False)
+
+    def stored(config: ModelConfig) -> dict[str, View]:
+        return {**decoder.stored(config), f"{SCORE}.weight": View("score.weight")}
+
+    return ModelSpec((architecture,), parse, stored=stored, unused=decoder.unused)
 
 
 # Prefixes of a text model's tensors in transformers, before and since its version 4.52.

@@ -323,6 +323,7 @@ class TorchAttention:
             part.window,
             part.soft_cap,
             self._sinks,
+            part.causal,
         )
         return attended[:, :, -part.latent :].flatten(1)  # all of them if latent is 0
 

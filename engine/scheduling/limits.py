@@ -36,7 +36,7 @@ class EngineLimits:
     shared_step_tokens: int = 0
     max_waiting: int = 256
     eos_ids: frozenset[int] = frozenset()
-    pooling: str = ""  # "last" or "mean" for an embedding model, which generates nothing
+    pooling: str = ""  # "last", "mean" or "cls" for an embedding model, which generates nothing
 
     def __post_init__(self) -> None:
         if not self.step_tokens:

@@ -17,13 +17,15 @@ from pdserve.engine.constraints import RequestConstraints
 
 class PooledState:
     """The pooled hidden state of a prompt, from which its embedding is made: the mean of the final
-    hidden states of all tokens, or the state of the last token. The mean adds one token after the
-    other, so it is bitwise the same however the prompt is cut into chunks."""
+    hidden states of all tokens, or the state of the last or the first token. The mean adds one
+    token after the other, so it is bitwise the same however the prompt is cut into chunks."""
 
     def __init__(self, kind: str) -> None:
-        """`kind`: "mean" for the mean over all tokens, "last" for the last token's state."""
-        # The mean needs the states of all tokens, so none may come from the prefix cache.
-        self.needs_all: Final = kind == "mean"
+        """`kind`: "mean" for the mean over all tokens, "last" or "cls" for the state of the last or
+        the first token."""
+        # These need states of earlier tokens than the last, which must not come from the cache.
+        self.needs_all: Final = kind in ("mean", "cls")
+        self._needs_first = kind == "cls"
         self._total: NDArray[np.float64] | None = None
         self._count = 0
 
@@ -31,6 +33,8 @@ class PooledState:
         """Add the final hidden states, float32 [tokens, hidden], of the prompt tokens from index
         `start` on; for "last", replace the state by the last of them. `start` 0, the first token,
         begins again, as after a preemption."""
+        if self._needs_first:
+            states = states[: int(not start)]
         if self._total is None or not start or not self.needs_all:
             self._total, self._count = np.zeros(states.shape[1]), 0
         for state in states:  # in this order; numpy's sum may use another
@@ -111,8 +115,8 @@ class RequestState:
         seed_hash: bytes,
         pooling: str = "",
     ) -> None:
-        """`pooling`: kind of pooling, "mean" or "last", of an embedding model's requests; otherwise
-        empty."""
+        """`pooling`: kind of pooling, "mean", "last" or "cls", of an embedding model's requests;
+        otherwise empty."""
         self.request: Final = request
         self.key: Final = request.key
         self.prompt_len: Final = len(request.prompt_ids)

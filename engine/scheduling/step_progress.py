@@ -5,7 +5,11 @@ The choices of a request share one sequence until the last token of the prefix (
 then every choice continues as a separate sequence that shares the prefix's blocks.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pdserve.engine.api import (
     Event,
@@ -34,9 +38,16 @@ class StepProgress:
     """Applies to requests what steps computed and sampled. Its methods return the events to
     send."""
 
-    def __init__(self, jobs: JobTable, limits: EngineLimits) -> None:
+    def __init__(
+        self,
+        jobs: JobTable,
+        limits: EngineLimits,
+        score: Callable[[NDArray[np.float32]], float] | None = None,
+    ) -> None:
+        """`score`: makes the score of a reranker from the pooled state of a prompt."""
         self._jobs = jobs
         self._limits = limits
+        self._score = score
         self.generated_tokens = 0
 
     def end_complete(self, job: RequestState) -> list[Event]:
@@ -147,6 +158,8 @@ class StepProgress:
         if values is None:
             self._jobs.forget(job)  # so that no other request shares KV that may be wrong
             return self.fail(job, "the hidden states are not finite")
+        if self._score is not None:
+            values = (self._score(np.array(values, np.float32)),)
         return [Pooled(job.key, values), *self._end(job)]
 
     def _fork(self, job: RequestState, prefix: Sequence) -> None:

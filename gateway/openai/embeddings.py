@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema
 from pydantic_core import to_json
 
+from pdserve.engine.api import RANK
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.http.api import JsonPieces, array_json, object_json
@@ -109,6 +110,8 @@ class EmbeddingReply:
 
     async def _tokenized(self, model: ServedModel) -> list[Sequence[int]]:
         card = model.card
+        if card.pooling == RANK:
+            raise not_supported("Embeddings")
         if not card.pooling:
             raise not_supported(
                 "Embeddings", "; to serve it for embeddings, start its workers with --task embed"

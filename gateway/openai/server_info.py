@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from pydantic_core import from_json, to_json
 from starlette.responses import JSONResponse
 
+from pdserve.engine.api import RANK
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.http.api import ErrorFormat
@@ -64,7 +65,7 @@ def capabilities(service: Service, card: ModelCard) -> dict[str, bool | None]:
         "tools": chat and service.parsers.reads_calls,
         "reasoning": chat and (service.may_reason(text) if text else None),
         "structured_output": generates,
-        "embeddings": bool(card.pooling),
+        "embeddings": card.pooling not in ("", RANK),
         "score": not generates,
     }
 

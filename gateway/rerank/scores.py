@@ -1,7 +1,10 @@
 """Scores documents for a query: with a reranker, which judges each pair of query and document, or
 by the similarity of two embeddings.
 
-A reranker's prompt is that of Qwen3-Reranker's model card. The fixed text around query and document
+A reranker with a classification head reads the pair as its tokenizer frames it; the others answer
+yes or no.
+
+Their prompt is that of Qwen3-Reranker's model card. The fixed text around query and document
 is tokenized separately, as in the model card, so that a client's text never becomes a special
 token. The document is tokenized separately too; it follows a line break, where Qwen's tokenizer
 always starts a new token.
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
+from pdserve.engine.api import RANK
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.model_texts import check_room
@@ -22,6 +26,7 @@ from pdserve.gateway.openai import embedding_ids
 from pdserve.gateway.pooling import PreparedInputs, cosine
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service, not_supported
+from pdserve.services.common.errors import ServiceError
 
 BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
@@ -92,10 +97,41 @@ async def judging_ids(
         check_room(len(prompt), ANSWER_TOKENS, model, param)
         num_tokens += len(prompt)
         if num_tokens > MAX_CALL_TOKENS:
-            text = f"the prompts of all {param} have more than {MAX_CALL_TOKENS} tokens in total"
-            raise refuse(param, text)
+            raise _too_many(param)
         prompts.append(prompt)
         await asyncio.sleep(0)
+    return prompts
+
+
+async def pair_ids(
+    service: Service,
+    model: ServedModel,
+    pairs: Sequence[tuple[str, str]],
+    instruction: str | None,
+    param: str,
+    owner: bytes,
+    kept_tokens: int | None,
+) -> list[Collection[int]]:
+    """Return the token ids of each pair of query and document for a model with a classification
+    head. `kept_tokens` as for judging_ids. Raises ServiceError that names a field."""
+    if instruction is not None:
+        raise refuse("instruction", "instruction: this reranker does not support an instruction")
+    context = model.card.context_len
+    if kept_tokens is not None and not (kept_tokens == -1 or 1 <= kept_tokens <= context):
+        raise refuse(
+            "truncate_prompt_tokens",
+            f"truncate_prompt_tokens must be -1, or from 1 to {context}",
+        )
+    prompts: list[Collection[int]] = []
+    num_tokens = 0
+    for pair in pairs:
+        kept = context if kept_tokens == -1 else kept_tokens
+        ids = await service.texts.pair_ids(model, pair, param, owner, kept)
+        check_room(len(ids), 0, model, param)
+        num_tokens += len(ids)
+        if num_tokens > MAX_CALL_TOKENS:
+            raise _too_many(param)
+        prompts.append(array("I", ids))
     return prompts
 
 
@@ -107,6 +143,11 @@ def _max_text_tokens(model: ServedModel, kept_tokens: int, frame_tokens: int) ->
         allowed = f"-1, or from {frame_tokens + 1} to {max_tokens}"
         raise refuse("truncate_prompt_tokens", f"truncate_prompt_tokens must be {allowed}")
     return max(1, (max_tokens if kept_tokens == -1 else kept_tokens) - frame_tokens)
+
+
+def _too_many(param: str) -> ServiceError:
+    text = f"the prompts of all {param} have more than {MAX_CALL_TOKENS} tokens in total"
+    return refuse(param, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +181,17 @@ async def score(service: Service, request: ScoreRequest, caller: Caller) -> Scor
     query_field, document_field = request.names
 
     async def tokenized(model: ServedModel) -> Sequence[Collection[int]]:
+        pairs = [(_query_of(request.queries, n), text) for n, text in enumerate(request.documents)]
+        if model.card.pooling == RANK:
+            return await pair_ids(
+                service,
+                model,
+                pairs,
+                request.instruction,
+                document_field,
+                owner,
+                request.kept_tokens,
+            )
         if model.card.pooling:
             if request.instruction is not None:
                 raise refuse(
@@ -155,7 +207,6 @@ async def score(service: Service, request: ScoreRequest, caller: Caller) -> Scor
             ]
         if not model.card.score_token_ids:
             raise not_supported(request.api)
-        pairs = [(_query_of(request.queries, n), text) for n, text in enumerate(request.documents)]
         return await judging_ids(
             service, model, pairs, request.instruction, document_field, owner, request.kept_tokens
         )
@@ -163,7 +214,9 @@ async def score(service: Service, request: ScoreRequest, caller: Caller) -> Scor
     async with service.prepare_inputs(
         request.operation, request.model, tokenized, request.cache_salt, request.priority, caller
     ) as prepared:
-        if prepared.model.card.pooling:
+        if prepared.model.card.pooling == RANK:
+            scores = await _in_order(service.pooling.relevances(prepared))
+        elif prepared.model.card.pooling:
             scores = await _similarities(service, request, prepared)
         else:
             scores = await _in_order(service.pooling.scores(prepared))

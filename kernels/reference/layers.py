@@ -115,8 +115,9 @@ def paged_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Compute causal attention of each row's tokens over its cached keys, including their own.
+    """Compute attention of each row's tokens over its cached keys, including their own.
 
     q [T, H, D]: row r's tokens are at [starts[r], starts[r + 1]), the last one at position
     kv_lens[r] - 1; the first `num_decode_rows` rows have one token. kv is [blocks, 2, K,
@@ -124,7 +125,9 @@ def paged_attention(
     block_table int64 [rows, max_blocks]: column c holds positions from c * block_size. A token sees
     `window` keys, including its own (0: all). `soft_cap` > 0 turns scores into soft_cap *
     tanh(score / soft_cap). `sinks` float32 [H] are scores without a key that take part in the
-    softmax (arXiv:2309.17453). Returns [T, H, D] in q's dtype.
+    softmax (arXiv:2309.17453). If not `causal`, a token also sees the keys after its own: all, or
+    `window` counting its own; each row must then have all its tokens. Returns [T, H, D] in q's
+    dtype.
     """
     if sinks is not None:
         sinks = sinks.view(kv.shape[2], -1, 1)  # [K, G, 1]
@@ -145,7 +148,7 @@ def paged_attention(
     for row in range(num_decode_rows, len(kv_lens)):
         tokens = q[starts[row] : starts[row + 1]]
         blocks, kv_len = block_table[row], kv_lens[row]
-        parts.append(_chunk(tokens, kv, blocks, kv_len, scale, window, soft_cap, sinks))
+        parts.append(_chunk(tokens, kv, blocks, kv_len, scale, window, soft_cap, sinks, causal))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -233,6 +236,7 @@ def _chunk(
     window: int,
     soft_cap: float,
     sinks: Tensor | None,
+    causal: bool,
 ) -> Tensor:
     """Compute the attention of one row's tokens [t, H, D] at positions [kv_len - t, kv_len) in
     tiles, so that keys after a tile or before all its windows cost nothing."""
@@ -248,12 +252,16 @@ def _chunk(
         tile = q[start : start + size]
         begin = kv_len - num_tokens + start
         end = begin + len(tile)
-        low = max(0, begin - window + 1) if window else 0
         position = torch.arange(begin, end, device=q.device)[:, None]
+        if not causal:
+            end = min(kv_len, end - 1 + window) if window else kv_len
+        low = max(0, begin - window + 1) if window else 0
         key = torch.arange(low, end, device=q.device)
-        seen = key <= position
+        seen = key <= position if causal else (key >= low).expand(len(tile), -1)
         if window:
-            seen &= key > position - window
+            seen = seen & (key > position - window)
+            if not causal:
+                seen = seen & (key < position + window)
         span = slice(low - origin, end - origin)
         keys, values = k[:, :, span], v[:, :, span]
         out[start : start + size] = _tile(tile, keys, values, seen, scale, soft_cap, sinks)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdserve.engine.api import Step
+from pdserve.engine.api import RANK, Step
 from pdserve.engine.checkpoints import CardData
 from pdserve.engine.engine import Engine
 from pdserve.engine.handoff.connection import usable
@@ -270,10 +270,10 @@ def shm_folder(configured: str) -> str:
 
 def task_of(card: CardData) -> str:
     """Return what a model does: "embed", "score", "chat", or "complete" for a base model."""
+    if card.score_ids or card.pooling == RANK:
+        return "score"
     if card.pooling:
         return "embed"
-    if card.score_ids:
-        return "score"
     return "chat" if card.chat_template else "complete"
 
 

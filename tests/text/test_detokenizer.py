@@ -16,6 +16,7 @@ from pdserve.text.tokenizer.tokenizer import Tokenizer
 cuts = st.lists(st.integers(0, 400), max_size=8)
 # The model's vocabulary has no token for some bytes: control characters, and planes 4 to 11.
 NO_TOKEN = "\x04\x06\x13\x14\x16\x1d"
+WORD_PIECES = ("a", "##b", "do", "##.", ".", "...", ",", "!", "?", "'", "'s", "n't", "-")
 basic = st.characters(max_codepoint=0x3FFFF, exclude_characters=NO_TOKEN, exclude_categories=["Cs"])
 words = st.one_of(st.sampled_from(HARD_STRINGS), st.text(basic, max_size=20))
 
@@ -106,6 +107,17 @@ def test_equals_the_library_where_bytes_are_valid(smollm_json: bytes, smollm: To
     for text in HARD_STRINGS:
         ids = encode(smollm, text)
         assert smollm.decode(ids) == library.decode(ids) == text
+
+
+@given(st.lists(st.sampled_from(WORD_PIECES), max_size=20), cuts)
+def test_word_pieces_join_as_in_the_library(pieces: list[str], at: list[int]) -> None:
+    vocab = {piece: token for token, piece in enumerate(WORD_PIECES)}
+    library = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="a"))
+    ids = [vocab[piece] for piece in ("a", *pieces)]
+    for cleans in (True, False):
+        library.decoder = tokenizers.decoders.WordPiece(cleanup=cleans)
+        tokenizer = Tokenizer(library.to_str().encode(), TextModelInfo(len(vocab)))
+        assert "".join(stream(tokenizer, ids, at)) == library.decode(ids)
 
 
 def test_the_steps_of_a_decoder_are_bounded() -> None:

@@ -19,6 +19,8 @@ MAX_STEPS = 16  # of a decoder; known models have up to 5
 MAX_REWRITE = 64  # characters in the replacement of a decoder step
 MAX_TOKEN_CHARS = 4096  # of one token, both in tokenizer.json and decoded
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Before these a cleaning WordPiece decoder puts no space.
+_JOINED = (".", "?", "!", ",", "n't", "'m", "'s", "'ve", "'re")
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -80,6 +82,9 @@ class TokenBytes:
                 self._rewrites.append(lambda piece: piece.replace(mark, " "))
                 if step["prepend_scheme"] != "never":
                     self.strip, self.strip_within_first = 1 << 30, True
+            case "WordPiece":
+                self._rewrites.append(_word_piece(step["prefix"], step["cleanup"]))
+                self.strip = 1
             case kind:
                 raise UnsupportedTokenizer(
                     f"tokenizer.json uses the decoder {kind!r}, which is not supported"
@@ -107,6 +112,18 @@ class TokenBytes:
             except KeyError:
                 pass  # an added token, in plain text
         return piece.encode()
+
+
+def _word_piece(prefix: str, cleans: bool) -> Callable[[str], str]:
+    """Return the text of a WordPiece token: a token without `prefix` begins a word, with a space
+    before it unless `cleans` and the token is a sign or ending."""
+
+    def text(piece: str) -> str:
+        if piece.startswith(prefix):
+            return piece.removeprefix(prefix)
+        return piece if cleans and piece.startswith(_JOINED) else f" {piece}"
+
+    return text
 
 
 class IncrementalDetokenizer:

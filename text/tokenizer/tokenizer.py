@@ -145,6 +145,22 @@ class Tokenizer(Vocabulary):
         parts = self.special.split(text) if parse_special else [text]
         return self._framed(self._encode(parts), add_special_tokens)
 
+    def encode_pair(self, first: str, second: str, max_len: int | None = None) -> list[int]:
+        """Convert a pair of texts to token ids with those that the model expects around them; texts
+        of special tokens are plain text. The pair is cut to `max_len` ids, the end of the second
+        text first. Raises TextError if a text is not valid Unicode."""
+        frame = self._first.encode("a", "b")
+        texts = [frame.sequence_ids.index(number) for number in (0, 1)]
+        ends = [len(frame.ids) - frame.sequence_ids[::-1].index(number) for number in (0, 1)]
+        before, between = frame.ids[: texts[0]], frame.ids[ends[0] : texts[1]]
+        after = frame.ids[ends[1] :]
+        ids = [self._plain(text, self._first) for text in (first, second)]
+        if max_len is not None:
+            room = max(0, max_len - len(before) - len(between) - len(after))
+            ids[0] = ids[0][:room]
+            ids[1] = ids[1][: room - len(ids[0])]
+        return [*before, *ids[0], *between, *ids[1], *after]
+
     def encode_rendered(self, rendered: Rendered, *, add_special_tokens: bool = False) -> list[int]:
         """Convert a prompt from a chat template to token ids. No bos is added by default, since
         templates usually write it."""

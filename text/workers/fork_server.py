@@ -216,6 +216,10 @@ def _prompt(request: WorkerMessage, model: TextModel, limits: WorkerLimits) -> l
             add_special_tokens=head["add_special_tokens"],
             parse_special=head["parse_special"],
         )
+    if head["op"] == "pair":
+        _set_timer(PROMPT_SIGNAL, limits.prompt_s)
+        first, second = (part.decode("utf-8", "surrogatepass") for part in request.parts)
+        return model.tokenizer.encode_pair(first, second, head["kept"])
     assert model.template is not None  # the gateway checks has_template
     _set_timer(RENDER_SIGNAL, limits.render_s)
     rendered = model.template.render(TemplateInput(**head["conversation"]))

@@ -173,6 +173,16 @@ class TokenizerWorkers:
         message = WorkerMessage(head, [text.encode("utf-8", "surrogatepass")])
         return (await self._ids(owner, message, 1, max_len))[0]
 
+    async def pair_ids(
+        self, owner: bytes, texts: tuple[str, str], *, kept: int | None, max_len: int
+    ) -> list[int]:
+        """Convert a pair of texts to at most `max_len` token ids, cut to `kept` ids if that is set
+        (Tokenizer.encode_pair). Raises TextError if a text is invalid or the pair too long;
+        ServiceError UNAVAILABLE if no worker is available in time."""
+        head = {"op": "pair", "kept": kept, "max_len": max_len}
+        message = WorkerMessage(head, [text.encode("utf-8", "surrogatepass") for text in texts])
+        return (await self._ids(owner, message, 1, max_len))[0]
+
     async def sequences(self, owner: bytes, texts: Sequence[str]) -> list[list[int]]:
         """Convert each of several texts to token ids, as text that follows other text; texts of
         special tokens become these tokens. Raises TextError if a text is invalid; ServiceError

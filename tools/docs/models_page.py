@@ -38,12 +38,21 @@ HEAD = """\
 GGUF file.
 """
 TESTS = f"""
-Each architecture is tested with a tiny seeded model of unusual sizes
+Each architecture of a decoder is tested with a tiny seeded model of unusual sizes
 (tests/support/builders/tiny_models.py). Its logits differ from those of transformers by at most
 1e-4, on the reference kernels and on the native kernels
 (tests/engine/models/test_architectures.py). Its GGUF file loads as the same model
 ({MAPPINGS_TEST}). Its results are bitwise equal in chunks,
 in larger batches and with more threads (tests/engine/models/test_native_invariance.py).
+
+BERT, RoBERTa and ModernBERT are encoders, which make embeddings and generate no text. Their
+attention sees a whole text, so that one step computes all of it and no keys and values are kept.
+Their vectors differ from those of transformers by at most 1e-4, and are the same bit for bit alone
+and in a batch (tests/engine/test_encoders.py). They run on a CPU, from safetensors.
+
+A model with a classification head of one label (`ForSequenceClassification`), encoder or decoder,
+scores pairs of texts for `/rerank` and `/score`. The tokenizer frames a pair. The score is the
+sigmoid of the head's result, unless config.json has an activation of sentence-transformers.
 
 Models with another name load as the architecture of their files: Yi, Falcon 3 and
 DeepSeek-R1-Distill-Llama as Llama, QwQ and R1-Distill-Qwen as Qwen 2

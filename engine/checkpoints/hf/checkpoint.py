@@ -101,6 +101,7 @@ def directory_text_files(path: Path, config: dict[str, Any]) -> TextFiles:
         _token_id(tokenizer, tokenizer_config.get("bos_token")),
         generation.get("bos_token_id"),
         config.get("bos_token_id"),
+        _token_id(tokenizer, tokenizer_config.get("cls_token")),  # of an encoder
     )
     bos = next((start for start in starts if checked_ids([start], size)), None)
     return TextFiles(
@@ -165,7 +166,7 @@ def _token_names(tokenizer_config: dict[str, Any]) -> dict[str, str | None]:
 
 
 MODULES = "modules.json"
-KINDS = {"lasttoken": "last", "mean_tokens": "mean"}
+KINDS = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
 MODE = "pooling_mode_"
 INDEX = "model.safetensors.index.json"
 # Files in which older tools describe the quantization.
@@ -219,8 +220,8 @@ def _modules(file: Path) -> list[tuple[str, str]]:
 
 
 def _kind(file: Path) -> str:
-    """Return "last" or "mean", the pooling that a module's config.json sets. Raises CheckpointError
-    if it sets another or several."""
+    """Return "last", "mean" or "cls", the pooling that a module's config.json sets. Raises
+    CheckpointError if it sets another or several."""
     config = read_json(file)
     modes = [name.removeprefix(MODE) for name in sorted(config) if name.startswith(MODE)]
     chosen = [mode for mode in modes if config[MODE + mode]]
@@ -228,7 +229,7 @@ def _kind(file: Path) -> str:
         chosen = [config["pooling_mode"]]
     if len(chosen) != 1 or chosen[0] not in KINDS:
         names = ", ".join(mode[:40] for mode in chosen[:8]) or "none"
-        supported = " and ".join(KINDS)
+        supported = ", ".join(KINDS)
         raise CheckpointError(
             f"{file}: pooling mode {names} is not supported (supported: {supported})"
         )

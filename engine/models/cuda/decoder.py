@@ -21,7 +21,7 @@ from torch import Tensor
 from pdserve.engine.execution import Batch, GroupTable, Ints, UnreadTokens
 from pdserve.engine.kv import KvSpec, LayerGroup
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.cuda.fuse import fused_parts
 from pdserve.engine.models.cuda.launches import LaunchedHeads, LaunchedNorm, LaunchSetup, launch_of
 from pdserve.engine.models.cuda.step import InputBuffer, Run, StepInputs, upload
@@ -200,6 +200,8 @@ class CudaDecoder:
         """Load the weights. `stream` is the CUDA stream to launch on, None the current one. It
         becomes the current stream of each thread that calls a method, so that operations on the
         results run in order."""
+        if config.encoder:
+            raise UnsupportedModel("--kernels cuda does not compute encoders: use --device cpu")
         self.config = config
         self.kv_groups: tuple[LayerGroup, ...] = config.kv_groups(kv_dtype)
         self.numerics = numerics

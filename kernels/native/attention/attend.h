@@ -47,8 +47,11 @@ struct Attend {
   int64_t kv_head = 0;
   int64_t group = 0;                // query heads, adjacent in q
   int64_t tokens = 0;
-  int64_t position = 0;             // of the first token; it sees keys [0, position]
-  int64_t window = 0;               // number of keys that a token sees, including its own; 0: all
+  int64_t position = 0;             // of the first token
+  int64_t keys = 0;                 // of the sequence; only tasks that are not causal read it
+  bool causal = true;               // a token sees no later keys
+  int64_t window = 0;               // keys that a token sees up to its own, and, if not causal, from
+                                    // its own on; 0: all
   float scale = 1;
   float soft_cap = 0;               // 0: none
   const float* sinks = nullptr;     // [group], or null: scores that belong to no key
@@ -63,13 +66,20 @@ struct Attend {
 // computed separately (maximum, weights, weighted sum of values), then tiles are merged in order.
 constexpr int64_t kKeyTile = 64;
 
+// Returns the end of the keys that the token-th token of the task sees.
+inline int64_t seen_end(const Attend& task, int64_t token) {
+  const int64_t own = task.position + token;
+  if (task.causal) return own + 1;
+  return task.window > 0 && own + task.window < task.keys ? own + task.window : task.keys;
+}
+
 // The tiles [first_tile, end_tile) contain all keys that the task's queries see.
 inline int64_t first_tile(const Attend& task) {
   bool bounded = task.window > 0 && task.position >= task.window;
   return bounded ? (task.position - task.window + 1) / kKeyTile : 0;
 }
 inline int64_t end_tile(const Attend& task) {
-  return ceil_div(task.position + task.tokens, kKeyTile);
+  return ceil_div(seen_end(task, task.tokens - 1), kKeyTile);
 }
 // Returns the number of floats for the result of one tile for all queries of the task.
 inline int64_t tile_floats(const Attend& task) {

@@ -26,8 +26,8 @@ PDS_INLINE int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x > most 
 
 // Returns the keys of the tile that the token-th token of the task sees.
 static Span seen(const Attend& task, int64_t token, int64_t tile) {
-  int64_t end = task.position + token + 1 - tile * kKeyTile;
-  int64_t begin = task.window > 0 ? end - task.window : -tile * kKeyTile;
+  int64_t origin = tile * kKeyTile, end = seen_end(task, token) - origin;
+  int64_t begin = task.window > 0 ? task.position + token + 1 - task.window - origin : -origin;
   return {clamp(begin, kKeyTile), clamp(end, kKeyTile)};
 }
 

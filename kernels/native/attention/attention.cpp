@@ -29,6 +29,8 @@ Attend Attention::shape(const AttentionBatch& batch, const Piece& piece) {
   work.tokens = piece.tokens;
   int64_t num_tokens = batch.starts[piece.row + 1] - batch.starts[piece.row];
   work.position = batch.kv_lens[piece.row] - num_tokens + piece.token;
+  work.keys = batch.kv_lens[piece.row];
+  work.causal = batch.causal;
   work.window = batch.window;
   work.scale = batch.scale;
   work.soft_cap = batch.soft_cap;

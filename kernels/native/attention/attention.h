@@ -29,14 +29,15 @@ struct AttentionBatch {
   const int64_t* kv_lens = nullptr;      // [rows]
   float scale = 1;
   int64_t window = 0;
+  bool causal = true;
   float soft_cap = 0;
   const float* sinks = nullptr;  // [heads], or null
 };
 
 class Attention {
  public:
-  // Divides the batch into pieces. Reads only its sizes, starts, kv_lens and window, so that one
-  // plan serves all layers that agree in these; q, out, kv.data and block_table may be null.
+  // Divides the batch into pieces. Reads only its sizes, starts, kv_lens, window and causal, so that
+  // one plan serves all layers that agree in these; q, out, kv.data and block_table may be null.
   void plan(const AttentionBatch& batch, const Kernels& kernels, int threads);
 
   // Computes a batch of the planned shape on a pool with the planned number of threads.

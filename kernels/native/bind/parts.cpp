@@ -185,6 +185,7 @@ const PartKind kKinds[] = {
        made->soft_cap = f.number("soft_cap");
        require(made->soft_cap >= 0, "soft_cap must be 0 or more");
        made->window = f.integer("window", 0, int64_t{1} << 40);
+       made->causal = f.integer("causal", 0, 1) != 0;
        made->group = f.integer("group", 0, 1 << 16);
        made->sinks = f.floats_or_none("sinks");
        made->latent = f.integer("latent", 0, made->head_dim);
@@ -235,6 +236,7 @@ const PartKind kKinds[] = {
     {ReorderPart::kKind,
      [](Fields& f, const Stack&) { return part<ReorderPart>(f.integers("order")); }},
     {HoldPart::kKind, [](Fields&, const Stack&) { return part<HoldPart>(); }},
+    {ReplacePart::kKind, [](Fields&, const Stack&) { return part<ReplacePart>(); }},
     {AddPart::kKind,
      [](Fields& f, const Stack&) { return part<AddPart>(f.integer("held", 0, 1) != 0); }},
 };

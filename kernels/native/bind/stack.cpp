@@ -88,9 +88,12 @@ void set_kv(Model& model, std::vector<KvArray> pools, const std::string& type,
 void check(const Model& model, const pdserve::StepBatch& batch) {
   const Stack& stack = model.stack;
   const int64_t block_size = model.block_size;
+  const int64_t added_rows = static_cast<int64_t>(stack.added.size()) / stack.hidden();
   for (int64_t t = 0; t < batch.tokens; ++t) {
     require(batch.token_ids[t] >= 0 && batch.token_ids[t] < stack.embedding.rows, "token id");
     require(batch.positions[t] >= 0, "position");
+    require(!batch.added_ids || (batch.added_ids[t] >= 0 && batch.added_ids[t] < added_rows),
+            "a row of the added embedding");
     for (const pdserve::RopeTable& rope : stack.ropes) {
       require((batch.positions[t] + 1) * rope.half <= static_cast<int64_t>(rope.cos.size()),
               "a position beyond the rope table");
@@ -129,7 +132,8 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> forward(Model& model, Ids token_ids, 
                                                    const std::vector<int64_t>& kv_lens,
                                                    const std::vector<IdTable>& tables,
                                                    const std::vector<Ids>& slots, Ids outputs,
-                                                   bool kv_only) {
+                                                   bool kv_only,
+                                                   const std::optional<Ids>& added_ids) {
   require(model.stack.complete(), "the head is not set");
   require(model.stack.embedding.rows > 0, "the embedding is not set");
   require(!model.pools.empty(), "no KV cache is set");
@@ -142,6 +146,12 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> forward(Model& model, Ids token_ids, 
   require(tables.size() == slots.size(), "a table and slots for each group");
   batch.token_ids = token_ids.data();
   batch.positions = positions.data();
+  require(added_ids.has_value() != model.stack.added.empty(),
+          "added_ids, if an added embedding is set, and only then");
+  if (added_ids) {
+    require(static_cast<int64_t>(added_ids->shape(0)) == batch.tokens, "one added id a token");
+    batch.added_ids = added_ids->data();
+  }
   batch.starts = starts.data();
   batch.kv_lens = kv_lens.data();
   for (size_t g = 0; g < tables.size(); ++g) {
@@ -192,6 +202,15 @@ void bind_stack(nb::module_& m) {
              model.stack.embedding = matrix;
            },
            nb::arg("matrix"))
+      .def("set_added_embedding",
+           [](Model& model, Table rows) {
+             require(static_cast<int64_t>(rows.shape(1)) == model.stack.hidden(),
+                     "embedding width");
+             model.stack.added.assign(rows.data(), rows.data() + rows.size());
+           },
+           nb::arg("rows"),
+           "A second embedding, float32 [n, hidden]: to that of each token, its row is added that\n"
+           "added_ids of the step names.")
       .def("set_rope", &set_rope, nb::arg("index"), nb::arg("cos"), nb::arg("sin"),
            "Table `index` of cosines and sines, float32 [positions, half]; may be set again, longer.")
       .def("add_layer", &add_layer, nb::arg("parts"),
@@ -203,7 +222,7 @@ void bind_stack(nb::module_& m) {
            "rope, before attention: table, heads, head_dim, begin.\n"
            "head_linear: matrices, one a head; kept, values of each head that stay before its outputs.\n"
            "attention, of q, k and v: heads, kv_heads, head_dim, scale, soft_cap (0: none), window (0:\n"
-           "all), group (of block tables), sinks [heads] or None, latent: 0, or how many values at the\n"
+           "all), causal (1, or 0: later keys are seen too), group (of block tables), sinks [heads] or None, latent: 0, or how many values at the\n"
            "end of a key are its value, and there is no v.\n"
            "gate, of gate and up: activation. activate: activation. scale: factor.\n"
            "experts: router [experts, values] in a list, behind it a shared expert's gate [1, values]\n"
@@ -212,6 +231,7 @@ void bind_stack(nb::module_& m) {
            "shared: gate, up and down, or nothing; top_k, sigmoid, normalized, scale, groups,\n"
            "kept_groups, group_best; activation.\n"
            "hold, behind attention: keeps the value, which is the stream again.\n"
+           "replace: the value becomes the stream.\n"
            "add: to the stream; held: 1 if what is held is added, too.\n"
            "ValueError names the part that has wrong fields or does not fit the one before it.")
       .def("set_head",
@@ -230,7 +250,7 @@ void bind_stack(nb::module_& m) {
            "ValueError for sizes that do not fit the layers.")
       .def("forward", &forward, nb::arg("token_ids"), nb::arg("positions"), nb::arg("starts"),
            nb::arg("kv_lens"), nb::arg("block_tables"), nb::arg("slots"), nb::arg("outputs"),
-           nb::arg("kv_only"),
+           nb::arg("kv_only"), nb::arg("added_ids") = nb::none(),
            "Writes the tokens' KV; the last hidden states float32 [outputs, hidden], normed.\n"
            "ValueError for any index that is out of range.")
       .def_prop_ro("shares", [](const Model& model) { return model.stack.shares(); },

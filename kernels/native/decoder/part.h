@@ -25,6 +25,7 @@ struct StepBatch {
   int64_t rows = 0;
   const int64_t* token_ids = nullptr;
   const int64_t* positions = nullptr;
+  const int64_t* added_ids = nullptr;  // rows of Stack::added; null if it is empty
   const int64_t* starts = nullptr;   // [rows + 1]
   const int64_t* kv_lens = nullptr;  // [rows]
   std::vector<StepGroup> groups;

@@ -147,7 +147,7 @@ int64_t AttentionPart::fit(int64_t inputs) {
 
 bool AttentionPart::planned_like(const AttentionPart& other) const {
   return heads == other.heads && kv_heads == other.kv_heads && head_dim == other.head_dim &&
-         window == other.window && latent == other.latent;
+         window == other.window && causal == other.causal && latent == other.latent;
 }
 
 void AttentionPart::row(const Step& step, const Rows&, int64_t row, const float* x,
@@ -171,6 +171,7 @@ AttentionBatch AttentionPart::task(const StepBatch& batch, const float* x, float
   task.kv_lens = batch.kv_lens;
   task.scale = scale;
   task.window = window;
+  task.causal = causal;
   task.soft_cap = soft_cap;
   task.sinks = sinks.empty() ? nullptr : sinks.data();
   task.out = y;
@@ -214,6 +215,10 @@ void ReorderPart::row(const Step&, const Rows&, int64_t, const float* x, float* 
 void HoldPart::row(const Step& step, const Rows&, int64_t row, const float* x, float*) const {
   const size_t bytes = static_cast<size_t>(step.hidden) * sizeof(float);
   std::memcpy(step.held + row * step.hidden, x, bytes);
+}
+
+void ReplacePart::row(const Step& step, const Rows&, int64_t row, const float* x, float*) const {
+  std::memcpy(step.stream + row * step.hidden, x, static_cast<size_t>(step.hidden) * sizeof(float));
 }
 
 bool AddPart::fuse(const Part& next) {

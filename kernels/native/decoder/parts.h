@@ -149,7 +149,8 @@ class AttentionPart : public Part {
   int64_t heads = 0, kv_heads = 0, head_dim = 0;
   float scale = 1;
   float soft_cap = 0;  // 0: none
-  int64_t window = 0;  // number of keys that a token sees; 0: all
+  int64_t window = 0;  // number of keys that a token sees (attention/attend.h); 0: all
+  bool causal = true;  // else tokens also see the later keys of their sequence
   int64_t group = 0;   // the group of its block tables; parts of one group share a plan
   int64_t latent = 0;        // number of a key's last values that are its value; 0: separate
   std::vector<float> sinks;  // [heads], or empty: scores that belong to no key
@@ -241,6 +242,18 @@ class ReorderPart : public Part {
 class HoldPart : public Part {
  public:
   static constexpr const char* kKind = "hold";
+
+  const char* kind() const override { return kKind; }
+  Writes writes() const override { return Writes::kStream; }
+  int64_t fit(int64_t inputs) override { return inputs; }
+  void row(const Step& step, const Rows& rows, int64_t row, const float* x,
+           float* y) const override;
+};
+
+// Makes the row the residual stream: the next AddPart adds to it.
+class ReplacePart : public Part {
+ public:
+  static constexpr const char* kKind = "replace";
 
   const char* kind() const override { return kKind; }
   Writes writes() const override { return Writes::kStream; }

@@ -91,6 +91,9 @@ void Stack::embed(const Step& step) {
     float* to = step.stream + token * hidden_;
     kernels_.matrix_row(embedding, step.batch.token_ids[token], to);
     if (embed_scale_ != 1) kernels_.scale(to, embed_scale_, hidden_);
+    if (added.empty()) return;
+    const float* more = added.data() + step.batch.added_ids[token] * hidden_;
+    for (int64_t i = 0; i < hidden_; ++i) to[i] += more[i];
   });
 }
 

@@ -27,6 +27,7 @@ class Stack {
   int64_t hidden() const { return hidden_; }
 
   Matrix embedding;             // [vocabulary, hidden]
+  std::vector<float> added;     // [n, hidden]: added to the embedding; empty: nothing is added
   std::deque<RopeTable> ropes;  // a deque, because parts refer to its tables
 
   // Throws std::invalid_argument that names the unsuitable part.

@@ -112,7 +112,7 @@ def test_the_pooling_option_changes_nothing_else(tmp_path: Path) -> None:
 
 
 def test_an_option_can_replace_unsupported_pooling(embedder: Path) -> None:
-    write_pooling(embedder, "cls_token")
+    write_pooling(embedder, "max_tokens")
     card, _ = load(embedder, pooling="mean")
     assert (card.pooling, card.normalizes) == ("mean", True)
 
@@ -130,10 +130,17 @@ def test_pooling_is_part_of_the_config_digest(embedder: Path) -> None:
     assert len(digests) == 2
 
 
-@pytest.mark.parametrize("mode", sorted({*MODES} - {"lasttoken", "mean_tokens"}))
+@pytest.mark.parametrize("mode", sorted({*MODES} - {"lasttoken", "mean_tokens", "cls_token"}))
 def test_an_unsupported_pooling_mode_is_named_in_the_error(embedder: Path, mode: str) -> None:
     write_pooling(embedder, mode)
-    refused(embedder, f"pooling mode {mode} is not supported .supported: lasttoken and mean_tokens")
+    supported = "lasttoken, mean_tokens, cls_token"
+    refused(embedder, f"pooling mode {mode} is not supported .supported: {supported}")
+
+
+def test_the_first_token_of_a_decoder_is_no_embedding(embedder: Path) -> None:
+    write_pooling(embedder, "cls_token")
+    refused(embedder, "pooling cls needs an encoder")
+    refused(embedder, "pooling cls needs an encoder", pooling="cls")
 
 
 def test_no_pooling_mode_and_several_are_refused(embedder: Path) -> None:
@@ -203,7 +210,7 @@ def test_noncausal_attention_is_refused(embedder: Path, field: dict[str, bool]) 
 def test_an_unsupported_class_is_named_in_the_error(
     subtests: pytest.Subtests, embedder: Path
 ) -> None:
-    for name in ("BertModel", "Model", "TextModel", "Qwen3ForTokenClassification"):
+    for name in ("T5EncoderModel", "Model", "TextModel", "Qwen3ForTokenClassification"):
         with subtests.test(name):
             config = json.loads((embedder / "config.json").read_text())
             (embedder / "config.json").write_text(json.dumps(config | {"architectures": [name]}))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from builders.paged_runner import PagedRunner, load_decoder, read_config
+from builders.tiny_encoder import ENCODERS, write_encoder, write_scorer
 from builders.tiny_models import ARCHITECTURES, MULTIMODAL, write_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,6 +50,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     archs = (*ARCHITECTURES, *MULTIMODAL)
     paths = [write_tiny(folder / arch, arch, max_shard_size="30KB") for arch in archs]
+    paths += [write_encoder(folder / arch, arch) for arch in ENCODERS]
+    paths += [write_scorer(folder / f"{arch}-scorer", arch) for arch in ENCODERS]
+    paths += [
+        write_tiny(folder / f"{arch}-scorer", arch, head="ForSequenceClassification", num_labels=1)
+        for arch in ("llama", "qwen2", "qwen3")
+    ]
     return {name: path for path in paths for name in read_config(path)["architectures"]}
 
 
@@ -57,7 +64,7 @@ def test_conformance(subtests: pytest.Subtests, models: Mapping[str, Path]) -> N
     on chunk borders."""
     for name in SPECS:
         with subtests.test(name):
-            assert name in models, f"tests/support/builders/tiny_models.py has no tiny {name}"
+            assert name in models, f"tests/support/builders has no tiny {name}"
             path = models[name]
             config = SPECS[name].parse(read_config(path))
             assert config.architecture == name
@@ -67,6 +74,8 @@ def test_conformance(subtests: pytest.Subtests, models: Mapping[str, Path]) -> N
             decoder = load_decoder(path)
             grouped = sorted(n for group in decoder.kv_groups for n in group.layers)
             assert grouped == list(range(config.num_layers))
+            if config.encoder:
+                continue  # tests/engine/test_encoders.py
             tokens = list(range(5, 45))
             whole = PagedRunner(decoder).step({"x": tokens})["x"]
             pieces = PagedRunner(decoder, block_size=16)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fakes.memory_tracer import MemoryTracer
-from fakes.pooled_answers import embedder, reranker, vector_of
+from fakes.pooled_answers import cross_encoder, embedder, reranker, vector_of
 from fakes.router import FakeRouter, saying
 
 from pdserve.gateway.model_texts import ModelTexts
@@ -288,3 +288,36 @@ async def test_an_embedding_model_scores_by_cosine(make_http):
     assert [result["index"] for result in ranked["results"]] == order
     answer = await http.post("/score", json={**SCORE, "model": "embedder", "instruction": "x"})
     assert answer.json()["error"]["param"] == "instruction"
+
+
+async def test_a_head_scores_pairs_as_the_tokenizer_frames_them(make_http, subtests):
+    router = cross_encoder()
+    http = make_http(router)
+    with subtests.test("scores"):
+        found = await ask(http, "/rerank", {**RERANK, "model": "scorer"})
+        pairs = [list(router.words.encode("what", text).ids) for text in DOCUMENTS]
+        assert sorted(list(s.prompt_ids) for s in router.starts) == sorted(pairs)
+        assert [result["index"] for result in found["results"]] == [1, 2, 0]
+        for result in found["results"]:
+            score = 1 / len(pairs[result["index"]])
+            assert result["relevance_score"] == pytest.approx(score)
+    router.starts.clear()
+    long = {**SCORE, "model": "scorer", "text_2": "hello " * 2000}
+    with subtests.test("truncated"):
+        await ask(http, "/score", {**long, "truncate_prompt_tokens": 20})
+        await ask(http, "/score", {**long, "truncate_prompt_tokens": -1})
+        assert [len(start.prompt_ids) for start in router.starts] == [20, 512]
+    for change, param, says in (
+        ({}, "text_2", "maximum context length is 512"),
+        ({"truncate_prompt_tokens": 513}, "truncate_prompt_tokens", "-1, or from 1 to 512"),
+        ({"instruction": "x"}, "instruction", "does not support an instruction"),
+    ):
+        with subtests.test(param):
+            answer = await http.post("/score", json={**long, **change})
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert error["param"] == param
+            assert says in error["message"]
+    with subtests.test("embeddings"):
+        answer = await http.post("/v1/embeddings", json={"model": "scorer", "input": "a"})
+        assert answer.json()["error"]["message"] == "The model does not support Embeddings API"

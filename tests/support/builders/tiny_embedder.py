@@ -90,7 +90,9 @@ class Oracle:
     def pooled(self, ids: Sequence[int]) -> torch.Tensor:
         """Return float32 [hidden], not normalized."""
         states = self._model(torch.tensor([list(ids)])).last_hidden_state[0]
-        return states[-1] if self._pooling == "last" else states.mean(dim=0)
+        if self._pooling == "mean":
+            return states.mean(dim=0)
+        return states[0 if self._pooling == "cls" else -1]
 
     def embedding(self, ids: Sequence[int]) -> torch.Tensor:
         """Return float32 [hidden] of length 1."""

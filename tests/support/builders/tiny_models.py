@@ -329,12 +329,14 @@ def write_tiny(
     *,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
+    head: str = "ForCausalLM",
     **overrides: Any,
 ) -> Path:
     """Write a tiny random model to the folder `path` and return it.
 
     `overrides` are fields of the transformers config (`rope_parameters`, `num_hidden_layers`, ...).
-    `max_shard_size` ("20KB") splits the safetensors. The same arguments give the same bytes.
+    `max_shard_size` ("20KB") splits the safetensors. `head` ends the name of the class. The same
+    arguments give the same bytes.
     """
     if arch in _INSIDE:
         inner, kind, own, classes, vision = _INSIDE[arch]
@@ -352,7 +354,7 @@ def write_tiny(
         config_name, model_name = _CLASSES[arch]
         config_class = getattr(transformers, f"{config_name}Config")
         config = config_class(**{**_COMMON, **_OWN[arch], **overrides})
-        model_class = getattr(transformers, f"{model_name}ForCausalLM")
+        model_class = getattr(transformers, f"{model_name}{head}")
     model = model_class(config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):

@@ -45,6 +45,11 @@ class InProcessText:
 
         return await asyncio.to_thread(work)
 
+    async def pair_ids(
+        self, owner: bytes, texts: tuple[str, str], *, kept: int | None, max_len: int
+    ) -> list[int]:
+        return await asyncio.to_thread(self._model.tokenizer.encode_pair, *texts, kept)
+
     async def sequences(self, owner: bytes, texts: Sequence[str]) -> list[list[int]]:
         return [self._model.tokenizer.encode_within(text) for text in texts]
 

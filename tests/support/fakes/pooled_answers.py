@@ -23,6 +23,13 @@ def reranker(logits: Callable[[Sequence[int]], tuple[float, float]]) -> FakeRout
     return FakeRouter(judging(logits), [card], blobs)
 
 
+def cross_encoder() -> FakeRouter:
+    """Serve a model whose head scores pairs: by the length of their prompt."""
+    card, blobs = served("scorer")
+    card.pooling = "rank"
+    return FakeRouter(embedding(lambda ids: [1 / len(ids)]), [card], blobs)
+
+
 def vector_of(ids: Sequence[int]) -> list[float]:
     return [float(ids[0]), float(len(ids)), -float(ids[-1]), 0.5]
 

@@ -86,6 +86,7 @@ def attention(group: int = 0, window: int = 0, sinks: bool = False, latent: int 
         "group": group,
         "sinks": values(17, HEADS) if sinks else None,
         "latent": latent,
+        "causal": 1,
     }
 
 

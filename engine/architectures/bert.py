@@ -1,0 +1,127 @@
+"""BERT: an encoder with learned positions and layer norms on the residual stream
+(arXiv:1810.04805)."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pdserve.engine.checkpoints import Checkpoint, View, first_of
+from pdserve.engine.models import (
+    DENSE,
+    EMBEDDING,
+    EMBEDDING_NORM,
+    POSITIONS,
+    PRE_NORMS,
+    SCORE,
+    TYPES,
+    Classifier,
+    Encoder,
+    LayerConfig,
+    LearnedPositions,
+    ModelConfig,
+    ModelSpec,
+    UnsupportedModel,
+)
+from pdserve.engine.models.hf_config import (
+    HfConfig,
+    integer,
+    num_layers,
+    one_score,
+    positive,
+    standard,
+)
+
+PREFIX = "bert."  # of checkpoints that were saved with a head
+LAYER = {
+    "self_attn.q_proj": "attention.self.query",
+    "self_attn.k_proj": "attention.self.key",
+    "self_attn.v_proj": "attention.self.value",
+    "self_attn.o_proj": "attention.output.dense",
+    "post_attention_layernorm": "attention.output.LayerNorm",
+    "mlp.up_proj": "intermediate.dense",
+    "mlp.down_proj": "output.dense",
+}
+UNUSED = ("pooler.", "cls.", "lm_head.")  # heads
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    return parse_bert(hf, first=0)
+
+
+def parse_scorer(hf: HfConfig) -> ModelConfig:
+    """Parse the config of BERT with a head that scores pairs of texts."""
+    head = Classifier("cls", activation="tanh", sigmoid=one_score(hf))
+    return replace(parse(hf), classifier=head)
+
+
+def parse_bert(hf: HfConfig, first: int) -> ModelConfig:
+    """Parse the config of BERT or of a model with its layers. `first`: the row of the position
+    embeddings that belongs to the first token."""
+    if hf.get("position_embedding_type", "absolute") != "absolute" or hf.get("is_decoder"):
+        raise UnsupportedModel(
+            "config fields position_embedding_type and is_decoder: only an encoder with absolute "
+            "positions is supported"
+        )
+    num_positions = integer(hf, "max_position_embeddings", minimum=first + 1) - first
+    return standard(
+        {"hidden_act": "gelu", **hf, "max_position_embeddings": num_positions},
+        norms=PRE_NORMS,
+        norm_kind="layer",
+        norm_bias=True,
+        norm_eps=positive(hf, "layer_norm_eps", 1e-12, maximum=1.0),
+        gated=False,
+        qkv_bias=True,
+        o_bias=True,
+        ffn_bias=True,
+        tied_head=True,
+        layers=(LayerConfig(rope=None),) * num_layers(hf),
+        encoder=Encoder(
+            LearnedPositions(num_positions, integer(hf, "type_vocab_size", 2), first),
+            post_norm=True,
+        ),
+    )
+
+
+def stored(config: ModelConfig) -> dict[str, View]:
+    head = {DENSE: "pooler.dense", SCORE: "classifier"}
+    return stored_bert(config, PREFIX, head)
+
+
+def stored_bert(config: ModelConfig, prefix: str, head: Mapping[str, str]) -> dict[str, View]:
+    """Return views that find the model's tensors under BERT's names, without a prefix or with
+    `prefix`. The norm behind a layer is the first one of the next layer. `head`: the modules of a
+    classification head."""
+    modules = {EMBEDDING_NORM: "embeddings.LayerNorm", **(head if config.classifier else {})}
+    for n in range(config.num_layers):
+        here, there = f"model.layers.{n}.", f"encoder.layer.{n}."
+        modules |= {here + name: there + other for name, other in LAYER.items()}
+        last = n + 1 == config.num_layers
+        after = "model.norm" if last else f"model.layers.{n + 1}.input_layernorm"
+        modules[after] = f"{there}output.LayerNorm"
+    tensors = {
+        f"{name}.{leaf}": View(f"{other}.{leaf}")
+        for name, other in modules.items()
+        for leaf in ("weight", "bias")
+    }
+    tensors |= {
+        EMBEDDING: View("embeddings.word_embeddings.weight"),
+        POSITIONS: View("embeddings.position_embeddings.weight"),
+        TYPES: View("embeddings.token_type_embeddings.weight"),
+    }
+    return {name: first_of(view, View(prefix + view.source)) for name, view in tensors.items()}
+
+
+def is_unused(config: ModelConfig, checkpoint: Checkpoint, name: str) -> bool:
+    return is_unused_bert(config, name.removeprefix(PREFIX))
+
+
+def is_unused_bert(config: ModelConfig, name: str) -> bool:
+    """Return whether a tensor, by its name without prefix, is a buffer or of an unused head."""
+    if config.classifier and name.startswith("pooler."):
+        return False
+    return name.startswith(UNUSED) or name.endswith("position_ids")
+
+
+SCORER = ModelSpec(
+    ("BertForSequenceClassification",), parse_scorer, stored=stored, unused=is_unused
+)
+SPEC = ModelSpec(("BertModel",), parse, stored=stored, unused=is_unused)

@@ -1,0 +1,126 @@
+"""ModernBERT: an encoder with rope, norms before attention and feed-forward, a gated feed-forward,
+and a window on two of three layers (arXiv:2412.13663)."""
+
+from dataclasses import replace
+
+from pdserve.engine.checkpoints import Checkpoint, View, first_of, fused
+from pdserve.engine.models import (
+    DENSE,
+    EMBEDDING,
+    EMBEDDING_NORM,
+    NORM,
+    PRE_NORMS,
+    SCORE,
+    Classifier,
+    Encoder,
+    LayerConfig,
+    ModelConfig,
+    ModelSpec,
+    UnsupportedModel,
+    qkv_sizes,
+)
+from pdserve.engine.models.hf_config import (
+    HfConfig,
+    head_dim,
+    integer,
+    num_layers,
+    one_score,
+    positive,
+    read_rope,
+    standard,
+    windowed,
+)
+
+PREFIX = "model."  # of checkpoints that were saved with a head
+UNUSED = ("head.", "decoder.")
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.o_proj": "attn.Wo",
+    "post_attention_layernorm": "mlp_norm",
+    "mlp.down_proj": "mlp.Wo",
+}
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    every = integer(hf, "global_attn_every_n_layers", 3)
+    has_window = windowed(hf, [n % every > 0 for n in range(num_layers(hf))])
+    window = integer(hf, "local_attention", 128) // 2 + 1
+    size = head_dim(hf)
+    layers = {
+        True: LayerConfig(
+            read_rope(hf, size, "sliding_attention", "local_rope_theta", 10_000.0), window
+        ),
+        False: LayerConfig(read_rope(hf, size, "full_attention", "global_rope_theta", 160_000.0)),
+    }
+    bias = bool(hf.get("attention_bias", False))
+    return standard(
+        {"hidden_activation": "gelu", **hf},
+        norms=PRE_NORMS,
+        norm_kind="layer",
+        norm_bias=bool(hf.get("norm_bias", False)),
+        norm_eps=positive(hf, "norm_eps", 1e-5, maximum=1.0),
+        qkv_bias=bias,
+        o_bias=bias,
+        ffn_bias=bool(hf.get("mlp_bias", False)),
+        tied_head=True,
+        layers=tuple(layers[has] for has in has_window),
+        encoder=Encoder(),
+    )
+
+
+def parse_scorer(hf: HfConfig) -> ModelConfig:
+    """Parse the config of ModernBERT with a head that scores pairs of texts."""
+    config = parse(hf)
+    activation, pooling = (
+        hf.get("classifier_activation") or "gelu",
+        hf.get("classifier_pooling") or "cls",
+    )
+    if activation != "gelu" or pooling not in ("cls", "mean"):
+        raise UnsupportedModel(
+            f"config fields classifier_activation={activation!r}, classifier_pooling={pooling!r}: "
+            "expected gelu, and cls or mean"
+        )
+    head = Classifier(
+        pooling,
+        activation,
+        dense_bias=bool(hf.get("classifier_bias", False)),
+        norm_eps=config.norm_eps,
+        norm_bias=config.norm_bias,
+        sigmoid=one_score(hf),
+    )
+    return replace(config, classifier=head)
+
+
+def stored(config: ModelConfig) -> dict[str, View]:
+    """Return views that find the model's tensors under ModernBERT's names. One tensor has q, k and
+    v, another the gate and what it multiplies."""
+    modules = {EMBEDDING_NORM: "embeddings.norm", "model.norm": "final_norm"}
+    views: dict[str, View] = {}
+    mlp = {"gate_proj": config.ffn_size, "up_proj": config.ffn_size}
+    for n in range(config.num_layers):
+        here, there = f"model.layers.{n}.", f"layers.{n}."
+        modules |= {here + name: there + other for name, other in NAMES.items()}
+        for module, other, parts in (
+            ("self_attn.", f"{there}attn.Wqkv", qkv_sizes(config)),
+            ("mlp.", f"{there}mlp.Wi", mlp),
+        ):
+            for name, view in fused("", other, parts).items():
+                views[f"{here}{module}{name}"] = view
+    if config.classifier:
+        modules |= {DENSE: "head.dense", NORM: "head.norm", SCORE: "classifier"}
+    for name, other in modules.items():
+        views |= {f"{name}.{leaf}": View(f"{other}.{leaf}") for leaf in ("weight", "bias")}
+    views[EMBEDDING] = View("embeddings.tok_embeddings.weight")
+    return {
+        name: first_of(view, View(PREFIX + view.source, view.rows)) for name, view in views.items()
+    }
+
+
+def is_unused(config: ModelConfig, checkpoint: Checkpoint, name: str) -> bool:
+    return config.classifier is None and name.startswith(UNUSED)
+
+
+SCORER = ModelSpec(
+    ("ModernBertForSequenceClassification",), parse_scorer, stored=stored, unused=is_unused
+)
+SPEC = ModelSpec(("ModernBertModel",), parse, stored=stored, unused=is_unused)

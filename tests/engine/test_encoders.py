@@ -1,0 +1,152 @@
+"""Vectors and scores of encoders from the engine equal transformers', and are the same bit for bit
+alone and in a batch."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders.engine_kit import ask, of, run
+from builders.tiny_embedder import Oracle
+from builders.tiny_encoder import ENCODERS, write_encoder, write_scorer
+from builders.tiny_models import write_tiny
+from tokenizers import Tokenizer
+from transformers import AutoModelForSequenceClassification
+
+from pdserve.engine.api import (
+    ContextLengthExceeded,
+    EngineConfig,
+    InvalidRequest,
+    Pooled,
+    Request,
+)
+from pdserve.engine.build import build_engine
+from pdserve.engine.checkpoints import CheckpointError
+from pdserve.engine.engine import Engine
+from pdserve.text.tokenizer import TextModelInfo
+from pdserve.text.tokenizer.tokenizer import Tokenizer as TextTokenizer
+
+LENGTHS = (1, 2, 5, 17, 64, 65, 90, 150)  # below and beyond a tile of keys and a window
+POOLINGS = {"bert": "cls", "xlm_roberta": "mean", "modernbert": "last"}
+MODES = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken"}
+
+
+def engine_of(path: Path, kernels: str = "native", **options: Any) -> Engine:
+    exact = {"weights": "float32", "kv_dtype": "float32", "kernels": kernels, "chunk_size": 64}
+    return build_engine(EngineConfig(model=str(path), **{**exact, **options}))[0]
+
+
+def requests() -> list[Request]:
+    rng = random.Random(3)
+    # Without ids of padding, which RoBERTa leaves out when it counts positions.
+    prompts = [[rng.randrange(2, 300) for _ in range(length)] for length in LENGTHS]
+    return [replace(ask(f"r{len(ids)}", ids), pool=True) for ids in prompts]
+
+
+def vectors(engine: Engine, *asked: Request) -> dict[str, tuple[float, ...]]:
+    return {event.key: event.values for event in of(run(engine, *asked), Pooled)}
+
+
+def test_vectors_equal_those_of_transformers(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for arch in ENCODERS:
+        path = write_encoder(tmp_path / arch, arch, MODES[POOLINGS[arch]])
+        oracle = Oracle(path, POOLINGS[arch])
+        want = {r.key: oracle.pooled(r.prompt_ids) for r in requests()}
+        for kernels in ("reference", "native"):
+            with subtests.test(arch, kernels=kernels):
+                together = vectors(engine_of(path, kernels), *requests())
+                for key, vector in want.items():
+                    got = torch.tensor(together[key])
+                    torch.testing.assert_close(got, vector, atol=1e-4, rtol=1e-4)
+        with subtests.test(arch, alone=True):
+            engine = engine_of(path, threads=1)
+            alone = {key: v for r in requests() for key, v in vectors(engine, r).items()}
+            assert alone == together
+
+
+def test_scores_equal_those_of_transformers(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    pairs = [("what is it?", "the thing."), ("a", "b. " * 30), ("who, me", "a")]
+    for arch in ENCODERS:
+        path = write_scorer(tmp_path / arch, arch)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            path, attn_implementation="eager"
+        ).eval()
+        library = Tokenizer.from_file(str(path / "tokenizer.json"))
+        library.no_padding()
+        tokenizer = TextTokenizer((path / "tokenizer.json").read_bytes(), TextModelInfo(300))
+        asked, want = [], {}
+        for pair in pairs:
+            encoded = library.encode(*pair)
+            types = {"token_type_ids": torch.tensor([encoded.type_ids])} if arch == "bert" else {}
+            with torch.inference_mode():
+                logits = model(torch.tensor([encoded.ids]), **types).logits
+            asked.append(replace(ask(pair[0], tokenizer.encode_pair(*pair)), pool=True))
+            want[pair[0]] = float(torch.sigmoid(logits))
+            with subtests.test(arch, pair=pair):
+                assert asked[-1].prompt_ids == tuple(encoded.ids)
+                cut = tokenizer.encode_pair(*pair, len(encoded.ids) - 1)
+                assert len(cut) == len(encoded.ids) - 1
+                assert cut[-1] == encoded.ids[-1]
+        for kernels in ("reference", "native"):
+            with subtests.test(arch, kernels=kernels):
+                found = vectors(engine_of(path, kernels), *asked)
+                scores = {key: score for key, (score,) in found.items()}
+                assert scores == pytest.approx(want, abs=1e-4)
+                assert len({round(score, 3) for score in scores.values()}) == len(pairs)
+    with subtests.test("several labels"):
+        path = write_scorer(tmp_path / "labels", "bert", num_labels=3)
+        with pytest.raises(CheckpointError, match="id2label has 3 labels"):
+            engine_of(path)
+
+
+def test_decoders_with_a_head_score_as_transformers(
+    subtests: pytest.Subtests, tmp_path: Path
+) -> None:
+    for arch in ("llama", "qwen2", "qwen3"):
+        path = write_tiny(
+            tmp_path / arch, arch, head="ForSequenceClassification", num_labels=1, pad_token_id=0
+        )
+        model = AutoModelForSequenceClassification.from_pretrained(
+            path, attn_implementation="eager"
+        ).eval()
+        asked = [replace(ask(f"r{n}", range(9, 9 + n)), pool=True) for n in (1, 40, 130)]
+        with torch.inference_mode():
+            logits = [model(torch.tensor([list(one.prompt_ids)])).logits for one in asked]
+        want = {one.key: float(torch.sigmoid(x)) for one, x in zip(asked, logits, strict=True)}
+        with subtests.test(arch):
+            engine = engine_of(path)
+            first = {key: score for key, (score,) in vectors(engine, *asked).items()}
+            assert first == pytest.approx(want, abs=1e-4)
+            again = {key: score for key, (score,) in vectors(engine, *asked).items()}
+            assert again == first, "a hit of the prefix cache changes a score"
+
+
+def test_a_pair_never_gets_special_tokens_from_its_texts(tmp_path: Path) -> None:
+    path = write_scorer(tmp_path, "bert")
+    tokenizer = TextTokenizer((path / "tokenizer.json").read_bytes(), TextModelInfo(300))
+    assert tokenizer.encode_pair("a [SEP] b", "[CLS]").count(3) == 2
+
+
+def test_what_an_encoder_does_not_do(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    path = write_encoder(tmp_path, "xlm_roberta", mode="")
+    engine = engine_of(path)
+    with subtests.test("longer than its positions"):
+        assert engine.limits.context_len == 198  # 2 of 200 rows belong to ids of padding
+        assert vectors(engine, replace(ask("whole", [7] * 198), pool=True))
+        with pytest.raises(ContextLengthExceeded, match="maximum context length is 198 tokens"):
+            engine.submit(replace(ask("more", [7] * 199), pool=True))
+    with subtests.test("text"):
+        with pytest.raises(InvalidRequest, match="does not support text generation"):
+            engine.submit(ask("a", [5, 6]))
+        with pytest.raises(CheckpointError, match="no output head and can only embed"):
+            engine_of(path, task="generate")
+    with subtests.test("prefix cache"):
+        request = replace(ask("a", [9] * 80), pool=True)
+        first = vectors(engine, request)
+        assert vectors(engine, request) == first
+        assert not engine.chain(request)
+    with subtests.test("without files of sentence-transformers"):
+        want = Oracle(path, "mean").pooled(request.prompt_ids)
+        torch.testing.assert_close(torch.tensor(first["a"]), want, atol=1e-4, rtol=1e-4)

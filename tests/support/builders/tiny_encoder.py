@@ -1,0 +1,111 @@
+"""Tiny seeded encoders as sentence-transformers writes them, with a tokenizer of each kind."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from builders.tiny_embedder import write_modules, write_pooling
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 200,
+}
+_OWN: dict[str, dict[str, Any]] = {
+    "bert": {"pad_token_id": 0},
+    "xlm_roberta": {"pad_token_id": 1, "type_vocab_size": 1},
+    # Windows of 5 tokens on each side, on the second and third layer.
+    "modernbert": {"local_attention": 10, "pad_token_id": 0},
+}
+_CLASSES = {"bert": "Bert", "xlm_roberta": "XLMRoberta", "modernbert": "ModernBert"}
+_START = {"bert": "[CLS]", "xlm_roberta": "<s>", "modernbert": "[CLS]"}
+ENCODERS = tuple(_OWN)
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def write_encoder(
+    path: Path, arch: str, mode: str = "mean_tokens", head: str = "Model", **overrides: Any
+) -> Path:
+    """Write a tiny random encoder to the folder `path` and return it. `mode`: its pooling by
+    sentence-transformers; empty: without their files. `head`: the end of its class's name."""
+    config_class = getattr(transformers, f"{_CLASSES[arch]}Config")
+    config = config_class(**{**_COMMON, **_OWN[arch], **overrides})
+    model = getattr(transformers, f"{_CLASSES[arch]}{head}")(config)
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in sorted(model.named_parameters()):
+        scale = 0.3 if parameter.dim() == 1 else 1.2 * parameter.shape[-1] ** -0.5
+        noise = torch.randn(parameter.shape, generator=generator) * scale
+        parameter.data.copy_(noise + ("norm" in name.lower() and name.endswith("weight")))
+    path.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path)
+    tokenizer = {"bert": _word_piece, "xlm_roberta": _unigram, "modernbert": _bytes}[arch]()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"cls_token": _START[arch]}))
+    if mode:
+        write_modules(path, "Normalize")
+        write_pooling(path, mode)
+    return path
+
+
+def write_scorer(path: Path, arch: str, num_labels: int = 1) -> Path:
+    """Write a tiny random encoder with a classification head."""
+    return write_encoder(path, arch, "", "ForSequenceClassification", num_labels=num_labels)
+
+
+def _framed(tokenizer: Tokenizer, single: str, pair: str) -> Tokenizer:
+    ids = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
+    used = [(text, number) for text, number in ids.items() if text in pair]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=used
+    )
+    return tokenizer
+
+
+def _word_piece() -> Tokenizer:
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    pieces = [*special, *_LETTERS, *(f"##{c}" for c in _LETTERS), *".,?!'", "th", "##ing"]
+    tokenizer = Tokenizer(
+        models.WordPiece(vocab={piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]")
+    )
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
+    tokenizer.enable_padding(length=128)  # as released models have, and no request wants
+    tokenizer.enable_truncation(128)
+    return _framed(tokenizer, "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1")
+
+
+def _unigram() -> Tokenizer:
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    scored = [(text, 0.0) for text in special]
+    scored += [(text, -2.0 - i / 10) for i, text in enumerate(["▁", *_LETTERS, *".,?!'", "▁th"])]
+    tokenizer = Tokenizer(models.Unigram(scored, unk_id=3))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
+    return _framed(tokenizer, "<s> $A </s>", "<s> $A </s> </s> $B </s>")
+
+
+def _bytes() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["[CLS]", "[SEP]"])
+    return _framed(tokenizer, "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]")
