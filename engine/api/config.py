@@ -58,6 +58,12 @@ class EngineConfig:
         "tokens); auto: as the model's files define, else last",
         choices=("auto", "last", "mean"),
     )
+    pool: str = option(
+        "none",
+        "pooling of embeddings that a generating model also computes: last or mean, as for "
+        "--pooling; none: it refuses requests for embeddings",
+        choices=("none", "last", "mean"),
+    )
     device: str = option(
         "cpu",
         "device to compute on; auto: a GPU if one is usable, else the CPU",

@@ -42,6 +42,7 @@ class CardData:
     generation_config: dict[str, Any] = field(default_factory=dict)
     config_digest: str = ""  # hex; over the checkpoint's settings of rope, norms and windows
     pooling: str = ""  # embedding models: "last" or "mean"; empty: a generative model
+    pool: str = ""  # generative models that also embed: "last" or "mean"
     normalizes: bool = False  # embeddings have length 1
     hidden_size: int = 0
     score_ids: tuple[int, ...] = ()  # rerankers: the ids of the tokens yes and no

@@ -111,8 +111,8 @@ class RequestState:
         seed_hash: bytes,
         pooling: str = "",
     ) -> None:
-        """`pooling`: kind of pooling, "mean" or "last", of an embedding model's requests; otherwise
-        empty."""
+        """`pooling`: kind of pooling, "mean" or "last", of requests for embeddings; empty if the
+        model does not embed."""
         self.request: Final = request
         self.key: Final = request.key
         self.prompt_len: Final = len(request.prompt_ids)
