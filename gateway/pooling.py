@@ -18,13 +18,18 @@ from pdserve.gateway.admission import AdmittedRequest
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.metrics import RequestMetrics
 from pdserve.gateway.router_client import Upstream, merge
-from pdserve.protos.common_pb2 import INTERNAL, SamplingParams, Start
+from pdserve.protos.common_pb2 import INTERNAL, ModelCard, SamplingParams, Start
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.common.errors import ServiceError
 
 AT_ONCE = 32  # inputs of one call at the router at once
 T = TypeVar("T")
 Answer = Callable[[RequestEvent], T | None]  # the answer in an event, if it has one
+
+
+def pooling_of(card: ModelCard) -> str:
+    """Return how the model pools embeddings, "last" or "mean"; empty if it computes none."""
+    return card.pooling or card.pool
 
 
 def shaped(values: Sequence[float], dimensions: int | None, normalizes: bool) -> "array[float]":
@@ -76,7 +81,8 @@ class PoolingRuns:
         self, prepared: PreparedInputs
     ) -> AsyncGenerator[tuple[int, Sequence[float]], None]:
         """Yield each input's number and pooled state, not normalized. Raises ServiceError."""
-        return self._run(prepared, Start(pool=True), _embedding)
+        pooling = pooling_of(prepared.model.card)
+        return self._run(prepared, Start(pool=True, pooling=pooling), _embedding)
 
     def scores(self, prepared: PreparedInputs) -> AsyncGenerator[tuple[int, float], None]:
         """Yield the number of each input and the probability of "yes" among "yes" and "no" as its

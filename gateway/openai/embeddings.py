@@ -16,7 +16,7 @@ from pdserve.gateway.http.fields import NON_GENERATION_FIELDS
 from pdserve.gateway.http.validation import ModelName
 from pdserve.gateway.model_texts import check_ids, check_room, kept_ids
 from pdserve.gateway.openai.request_models import OwnedBody, base, texts_or_ids
-from pdserve.gateway.pooling import PreparedInputs, base64_of, shaped
+from pdserve.gateway.pooling import PreparedInputs, base64_of, pooling_of, shaped
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service, not_supported
 
@@ -109,9 +109,9 @@ class EmbeddingReply:
 
     async def _tokenized(self, model: ServedModel) -> list[Sequence[int]]:
         card = model.card
-        if not card.pooling:
+        if not pooling_of(card):
             raise not_supported(
-                "Embeddings", "; to serve it for embeddings, start its workers with --task embed"
+                "Embeddings", "; start its workers with --pool last or mean for embeddings too"
             )
         if self._body.dimensions is not None and self._body.dimensions > card.hidden_size:
             limit = card.hidden_size

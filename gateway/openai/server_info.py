@@ -45,6 +45,7 @@ from pdserve.gateway.openai.response_models import (
     TokenizeAnswer,
     TokenizerInfo,
 )
+from pdserve.gateway.pooling import pooling_of
 from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import UNAVAILABLE, ModelCard
 from pdserve.services.common.errors import ServiceError
@@ -64,8 +65,8 @@ def capabilities(service: Service, card: ModelCard) -> dict[str, bool | None]:
         "tools": chat and service.parsers.reads_calls,
         "reasoning": chat and (service.may_reason(text) if text else None),
         "structured_output": generates,
-        "embeddings": bool(card.pooling),
-        "score": not generates,
+        "embeddings": bool(pooling_of(card)),
+        "score": not generates or bool(card.pool),
     }
 
 

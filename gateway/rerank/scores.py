@@ -19,7 +19,7 @@ from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.model_texts import check_room
 from pdserve.gateway.openai import embedding_ids
-from pdserve.gateway.pooling import PreparedInputs, cosine
+from pdserve.gateway.pooling import PreparedInputs, cosine, pooling_of
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service, not_supported
 
@@ -140,7 +140,7 @@ async def score(service: Service, request: ScoreRequest, caller: Caller) -> Scor
     query_field, document_field = request.names
 
     async def tokenized(model: ServedModel) -> Sequence[Collection[int]]:
-        if model.card.pooling:
+        if pooling_of(model.card):
             if request.instruction is not None:
                 raise refuse(
                     "instruction", "instruction: embedding models do not support an instruction"
@@ -163,7 +163,7 @@ async def score(service: Service, request: ScoreRequest, caller: Caller) -> Scor
     async with service.prepare_inputs(
         request.operation, request.model, tokenized, request.cache_salt, request.priority, caller
     ) as prepared:
-        if prepared.model.card.pooling:
+        if pooling_of(prepared.model.card):
             scores = await _similarities(service, request, prepared)
         else:
             scores = await _in_order(service.pooling.scores(prepared))
