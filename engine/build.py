@@ -73,6 +73,7 @@ def build_engine(
             max_waiting=config.max_waiting,
             eos_ids=frozenset(card.eos_ids),
             pooling=loaded.head.pooling if loaded.head else card.pooling,
+            pool=card.pool,
         ),
         backend.sampling,
         kv_identity=kv_identity(card, kv_dtype, numerics),

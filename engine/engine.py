@@ -100,7 +100,8 @@ class Engine:
         self.kv_identity = kv_identity
         self.numerics_id = numerics_id
         self._clock = clock
-        prefix_cache &= limits.pooling in ("", "last")  # others need the states of all tokens
+        # Mean and cls need the states of all tokens, so their models have no use for a cache.
+        prefix_cache &= limits.pooling in ("", "last")
         tables = BlockTables(kv.spec, kv.num_blocks, limits.chunk_size, prefix_cache)
         self.jobs = JobTable(tables, limits.max_running)
         self._scheduler = Scheduler(self.jobs, limits)
@@ -478,7 +479,7 @@ class Engine:
             self._arrivals += 1
             order = self._arrivals
         seed_hash = cache_seed(sender + self.kv_identity.digest, request.cache_salt)
-        pooling = self.limits.pooling
+        pooling = self.limits.pooling or self.limits.pool
         return RequestState(request, order, self._clock(), max_tokens, seed_hash, pooling)
 
     def _constrain(self, job: RequestState) -> None:

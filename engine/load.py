@@ -140,6 +140,9 @@ def _role_after(part: Part | None) -> MatrixRole:
 YES, NO = "yes", "no"  # answers of a reranker (Qwen3-Reranker)
 CAUSAL = {"is_causal": False, "use_bidirectional_attention": True}  # fields of non-causal models
 MAX_THREADS = 16
+# Like vLLM, normalize the vectors of a model whose files do not say.
+DEFAULT_POOLING = StoredPooling("last", normalizes=True)
+ENCODER_POOLING = StoredPooling("mean", normalizes=True)
 Progress = Callable[[str, float], None]
 
 
@@ -175,10 +178,11 @@ def _gpu_problem() -> str:
 @dataclass(frozen=True, slots=True)
 class ModelTask:
     """Task that a model is loaded for: embeddings if `pooling` is set, scores of a reranker if
-    `scores` is set, otherwise text generation."""
+    `scores` is set, otherwise text generation, and embeddings too if `pool` is set."""
 
     pooling: StoredPooling | None = None  # set for an embedding model
     scores: bool = False
+    pool: StoredPooling | None = None  # set for a generating model that also embeds
 
     @property
     def kind(self) -> str:
@@ -220,7 +224,11 @@ def find_task(
     if model.classifier:
         if task not in ("auto", "score"):
             raise CheckpointError(f"--task {task}: the model has a head that can only score")
+        if config.pool != "none":
+            raise CheckpointError(f"--pool {config.pool}: the model has a head that can only score")
         return ModelTask(StoredPooling(model.classifier.pooling, normalizes=False))
+    if config.pool != "none":
+        return _find_both(config, checkpoint, task, has_head)
     if task in ("generate", "score"):
         if not has_head:
             raise CheckpointError(f"--task {task}: the model has no output head and can only embed")
@@ -228,8 +236,7 @@ def find_task(
     stored = _stored_pooling(config, checkpoint)
     if task == "auto" and stored is None and has_head:
         return ModelTask()
-    # Like vLLM, normalize the vectors of a model whose files do not say.
-    stored = stored or StoredPooling("mean" if model.encoder else "last", normalizes=True)
+    stored = stored or (ENCODER_POOLING if model.encoder else DEFAULT_POOLING)
     if config.pooling != "auto":
         stored = replace(stored, kind=config.pooling)
     if stored.kind == "cls" and not model.encoder:
@@ -239,14 +246,29 @@ def find_task(
     return ModelTask(stored)
 
 
+def _find_both(
+    config: EngineConfig, checkpoint: Checkpoint, task: str, has_head: bool
+) -> ModelTask:
+    """Return the task of a model that generates and embeds (--pool). Raises as `find_task`."""
+    if task not in ("auto", "generate"):
+        other = f"--task {task}" if config.pooling == "auto" else f"--pooling {config.pooling}"
+        raise ValueError(f"--pool {config.pool} contradicts {other}: it is for generation")
+    if not has_head:
+        raise CheckpointError(
+            f"--pool {config.pool}: the model has no output head and can only embed"
+        )
+    stored = _stored_pooling(config, checkpoint) or DEFAULT_POOLING
+    return ModelTask(pool=replace(stored, kind=config.pool))
+
+
 def _stored_pooling(config: EngineConfig, checkpoint: Checkpoint) -> StoredPooling | None:
     try:
         return checkpoint.pooling()
     except CheckpointError as error:
-        if config.pooling == "auto":
+        if config.pooling == "auto" and config.pool == "none":
             raise
         log.warning(
-            "--pooling replaces the model's pooling settings, which cannot be used: %s", error
+            "an option replaces the model's pooling settings, which cannot be used: %s", error
         )
         return None
 
@@ -453,7 +475,8 @@ def _card(
         config_digest=configuration_digest(model, task.kind),
         is_encoder=model.encoder is not None,
         pooling=RANK if model.classifier else task.kind,
-        normalizes=task.pooling is not None and task.pooling.normalizes,
+        pool=task.pool.kind if task.pool else "",
+        normalizes=any(stored.normalizes for stored in (task.pooling, task.pool) if stored),
         hidden_size=model.hidden_size,
         score_ids=score_ids(text.tokenizer_json) if task.scores else (),
     )

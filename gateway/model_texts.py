@@ -190,7 +190,7 @@ def check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
 def check_room(prompt_len: int, num_new: int, model: ServedModel, param: str) -> None:
     """Check that `num_new` tokens fit after a prompt of `prompt_len`. Raises ServiceError."""
     if prompt_len + num_new > model.card.context_len:
-        raise service_error(context_overflow(model.card, prompt_len, param))
+        raise service_error(context_overflow(model.card, prompt_len, param, num_new))
 
 
 def _max_prompt_chars(count: int, model: ServedModel, param: str) -> int:

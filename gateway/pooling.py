@@ -14,6 +14,7 @@ from operator import mul
 from struct import pack
 from typing import TypeVar
 
+from pdserve.gateway.abilities import pooling_of
 from pdserve.gateway.admission import AdmittedRequest
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.metrics import RequestMetrics
@@ -76,7 +77,8 @@ class PoolingRuns:
         self, prepared: PreparedInputs
     ) -> AsyncGenerator[tuple[int, Sequence[float]], None]:
         """Yield each input's number and pooled state, not normalized. Raises ServiceError."""
-        return self._run(prepared, Start(pool=True), _embedding)
+        pooling = pooling_of(prepared.model.card)
+        return self._run(prepared, Start(pool=True, pooling=pooling), _embedding)
 
     def scores(self, prepared: PreparedInputs) -> AsyncGenerator[tuple[int, float], None]:
         """Yield the number of each input and the probability of "yes" among "yes" and "no" as its

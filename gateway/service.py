@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
+from pdserve.gateway.abilities import generates
 from pdserve.gateway.admission import AdmissionLimits, AdmittedRequest
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import Catalog, ServedModel
@@ -310,7 +311,7 @@ class Service:
         """Check a request except for its prompts: the kind of the model, the sampling and the
         number of choices. Raises ServiceError."""
         is_text = isinstance(request, TextCompletionRequest)
-        if model.card.pooling or model.card.score_token_ids:
+        if not generates(model.card):
             raise not_supported("Completions" if is_text else "Chat Completions")
         with client_errors():
             check_sampling(request.sampling)

@@ -164,7 +164,8 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], *, progress: bool = False
     ) -> list[list[float]]:
         """Return the embedding of each prompt (text or token ids), in order, scaled to length 1 if
-        the model normalizes. Raises like `generate`; InvalidRequest if the model is generative."""
+        the model normalizes. Raises like `generate`; InvalidRequest if the model is generative and
+        the option `pool` is not set."""
         normalizes = self.card.normalizes
         runs: list[Run] = [
             (self._model.prompts.embedding(prompt), Embedding(normalizes=normalizes))

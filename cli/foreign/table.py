@@ -101,6 +101,11 @@ TABLE: tuple[Entry, ...] = (
         "`--task embed`",
     ),
     Renamed(
+        ("--pooler-config", "--override-pooler-config"),
+        "--pooling",
+        of.pooler,
+    ),
+    Renamed(
         ("--rerank", "--reranking"),
         "--task",
         of.bare("--task", "score"),
@@ -521,8 +526,6 @@ TABLE: tuple[Entry, ...] = (
             "--model-config-parser",
             "--model-class-overrides",
             "--decrypted-config-file",
-            "--pooler-config",
-            "--override-pooler-config",
             "--embd-normalize",
         ),
         "the model's own files define it; change config.json in a copy of the model",

@@ -13,6 +13,10 @@ SEVERAL_GPUS = (
     "a worker runs on one device and does not split a model over GPUs; for several GPUs, start one "
     "worker on each (CUDA_VISIBLE_DEVICES=1 pdserve decode --device cuda --routers ...)"
 )
+POOLER = (
+    "--pooling last, mean or cls is how an embedding model pools, --pool how a model pools that also "
+    "generates; the model's files say whether vectors are normalized"
+)
 TEMPLATE_VARIABLES = (
     "a request sets it: chat_template_kwargs or reasoning_effort; --thinking on or off is the "
     "default, and --template-kwargs names the variables that requests may set"
@@ -274,6 +278,18 @@ def template_variables(name: str, value: str) -> list[str]:
     if not isinstance(variables, dict) or not variables.keys() <= set(THINKING_SWITCHES):
         raise refuse(name, value, TEMPLATE_VARIABLES)
     return ["--thinking", "on" if all(variables.values()) else "off"] if variables else []
+
+
+def pooler(name: str, value: str) -> list[str]:
+    """vLLM's pooler config: a JSON object, of which only the type of pooling has an equivalent."""
+    try:
+        config = json.loads(value)
+    except ValueError:
+        raise OptionError(f"{name}: {value!r} is not a JSON object") from None
+    for kind in ("last", "mean", "cls"):
+        if config in ({"pooling_type": kind.upper()}, {"seq_pooling_type": kind.upper()}):
+            return ["--pooling", kind]
+    raise refuse(name, value, POOLER)
 
 
 def disaggregation(name: str, value: str) -> list[str]:

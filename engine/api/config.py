@@ -59,6 +59,12 @@ class EngineConfig:
         "of an encoder",
         choices=("auto", "last", "mean", "cls"),
     )
+    pool: str = option(
+        "none",
+        "pooling of embeddings that a generating model also computes: last or mean, as for "
+        "--pooling; none: it refuses requests for embeddings",
+        choices=("none", "last", "mean"),
+    )
     device: str = option(
         "cpu",
         "device to compute on; auto: a GPU if one is usable, else the CPU",

@@ -41,7 +41,9 @@ class CardData:
     weights_bytes: int  # on disk
     generation_config: dict[str, Any] = field(default_factory=dict)
     config_digest: str = ""  # hex; over the checkpoint's settings of rope, norms and windows
-    pooling: str = ""  # embedding models: "last", "mean" or "cls"; RANK; empty: a generative model
+    # "last", "mean" or "cls" of a model that only embeds; RANK if its head scores pairs of texts.
+    pooling: str = ""
+    pool: str = ""  # generative models that also embed: "last" or "mean"
     normalizes: bool = False  # embeddings have length 1
     hidden_size: int = 0
     score_ids: tuple[int, ...] = ()  # rerankers: the ids of the tokens yes and no

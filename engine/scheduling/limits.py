@@ -13,7 +13,8 @@ from pdserve.engine.api import (
 from pdserve.engine.constraints import check_constraints
 from pdserve.engine.kv import blocks_for
 
-NO_EMBEDDINGS = "The model does not support Embeddings API"  # vLLM's words
+# vLLM's words, and the remedy.
+NO_EMBEDDINGS = "The model does not support Embeddings API; start it with --pool last or mean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,9 @@ class EngineLimits:
     shared_step_tokens: int = 0
     max_waiting: int = 256
     eos_ids: frozenset[int] = frozenset()
-    pooling: str = ""  # "last", "mean" or "cls" for an embedding model, which generates nothing
+    # "last", "mean" or "cls" of a model that only embeds or scores, which generates nothing.
+    pooling: str = ""
+    pool: str = ""  # "last" or "mean" of a generating model that also embeds
 
     def __post_init__(self) -> None:
         if not self.step_tokens:
@@ -82,7 +85,7 @@ class EngineLimits:
                 raise InvalidRequest(
                     f"a token id is outside the vocabulary of {self.vocab_size} ids", "prompt"
                 )
-        if request.pool and not self.pooling:
+        if request.pool and not (self.pooling or self.pool):
             raise InvalidRequest(NO_EMBEDDINGS, "model")
         if self.pooling and not request.pool:
             raise InvalidRequest("The model does not support text generation", "model")

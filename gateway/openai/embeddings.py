@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema
 from pydantic_core import to_json
 
-from pdserve.engine.api import RANK
+from pdserve.gateway.abilities import embeds, generates
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.http.api import JsonPieces, array_json, object_json
@@ -110,12 +110,9 @@ class EmbeddingReply:
 
     async def _tokenized(self, model: ServedModel) -> list[Sequence[int]]:
         card = model.card
-        if card.pooling == RANK:
-            raise not_supported("Embeddings")
-        if not card.pooling:
-            raise not_supported(
-                "Embeddings", "; to serve it for embeddings, start its workers with --task embed"
-            )
+        if not embeds(card):
+            remedy = "; start its workers with --pool last or mean for embeddings too"
+            raise not_supported("Embeddings", remedy if generates(card) else "")
         if self._body.dimensions is not None and self._body.dimensions > card.hidden_size:
             limit = card.hidden_size
             raise refuse("dimensions", f"dimensions must be from 1 to {limit} for this model")

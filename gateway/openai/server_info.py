@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic_core import from_json, to_json
 from starlette.responses import JSONResponse
 
-from pdserve.engine.api import RANK
+from pdserve.gateway.abilities import embeds, generates, scoring_of
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.http.api import ErrorFormat
@@ -56,17 +56,17 @@ ANTHROPIC_VERSION = "anthropic-version"  # the header of requests to Anthropic's
 def capabilities(service: Service, card: ModelCard) -> dict[str, bool | None]:
     """Return what the model can do, by name of the capability. `reasoning` is None until the
     model's tokenizer is loaded."""
-    generates = not (card.pooling or card.score_token_ids)
-    chat = generates and service.catalog.has_template(card)
+    completes = generates(card)
+    chat = completes and service.catalog.has_template(card)
     text = service.catalog.loaded(card)
     return {
-        "completion": generates,
+        "completion": completes,
         "chat": chat,
         "tools": chat and service.parsers.reads_calls,
         "reasoning": chat and (service.may_reason(text) if text else None),
-        "structured_output": generates,
-        "embeddings": card.pooling not in ("", RANK),
-        "score": not generates,
+        "structured_output": completes,
+        "embeddings": embeds(card),
+        "score": scoring_of(card) is not None,
     }
 
 

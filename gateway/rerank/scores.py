@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
-from pdserve.engine.api import RANK
+from pdserve.gateway.abilities import Scoring, scoring_of
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.model_texts import check_room
@@ -65,7 +65,7 @@ async def judging_ids(
     param: str,
     owner: bytes,
     kept_tokens: int | None,
-) -> list[JudgingIds]:
+) -> Sequence[Collection[int]]:
     """Return the token ids of a reranker's prompt for each pair of query and document.
     `kept_tokens` is the maximum length of a prompt, beyond which the end of its text is cut; -1
     means the length of the model's context, None cuts nothing. Raises ServiceError that names the
@@ -111,7 +111,7 @@ async def pair_ids(
     param: str,
     owner: bytes,
     kept_tokens: int | None,
-) -> list[Collection[int]]:
+) -> Sequence[Collection[int]]:
     """Return the token ids of each pair of query and document for a model with a classification
     head. `kept_tokens` as for judging_ids. Raises ServiceError that names a field."""
     if instruction is not None:
@@ -181,18 +181,10 @@ async def score(service: Service, request: ScoreRequest, caller: Caller) -> Scor
     query_field, document_field = request.names
 
     async def tokenized(model: ServedModel) -> Sequence[Collection[int]]:
-        pairs = [(_query_of(request.queries, n), text) for n, text in enumerate(request.documents)]
-        if model.card.pooling == RANK:
-            return await pair_ids(
-                service,
-                model,
-                pairs,
-                request.instruction,
-                document_field,
-                owner,
-                request.kept_tokens,
-            )
-        if model.card.pooling:
+        kind = scoring_of(model.card)
+        if kind is None:
+            raise not_supported(request.api)
+        if kind is Scoring.SIMILARITY:
             if request.instruction is not None:
                 raise refuse(
                     "instruction", "instruction: embedding models do not support an instruction"
@@ -205,18 +197,19 @@ async def score(service: Service, request: ScoreRequest, caller: Caller) -> Scor
                     service, model, sources, name, owner, request.kept_tokens
                 )
             ]
-        if not model.card.score_token_ids:
-            raise not_supported(request.api)
-        return await judging_ids(
+        pairs = [(_query_of(request.queries, n), text) for n, text in enumerate(request.documents)]
+        ids_of = pair_ids if kind is Scoring.HEAD else judging_ids
+        return await ids_of(
             service, model, pairs, request.instruction, document_field, owner, request.kept_tokens
         )
 
     async with service.prepare_inputs(
         request.operation, request.model, tokenized, request.cache_salt, request.priority, caller
     ) as prepared:
-        if prepared.model.card.pooling == RANK:
+        kind = scoring_of(prepared.model.card)
+        if kind is Scoring.HEAD:
             scores = await _in_order(service.pooling.relevances(prepared))
-        elif prepared.model.card.pooling:
+        elif kind is Scoring.SIMILARITY:
             scores = await _similarities(service, request, prepared)
         else:
             scores = await _in_order(service.pooling.scores(prepared))

@@ -130,8 +130,8 @@ class ModelFiles:
         self, replies: Mapping[str, ListModelsResponse | None], routers: Iterable[str]
     ) -> Sequence[ModelCard]:
         """Merge the model cards of several routers, using a router's last reply (at most OLD_S old)
-        if it has no new one. Of two cards with the same name, that of the router that comes first
-        wins."""
+        if it has no new one. Of two cards with the same name, one with `pool` wins, else
+        that of the router that comes first."""
         now = asyncio.get_running_loop().time()
         recent = {a: listed for a, listed in self._listed.items() if now - listed[0] <= OLD_S}
         new = {a: (now, tuple(reply.models)) for a, reply in replies.items() if reply is not None}
@@ -142,7 +142,9 @@ class ModelFiles:
         cards: dict[str, ModelCard] = {}
         for _, models in self._listed.values():
             for card in models:
-                cards.setdefault(card.name, card)
+                known = cards.setdefault(card.name, card)
+                if card.pool and not known.pool:
+                    cards[card.name] = card
         return tuple(cards[name] for name in sorted(cards))
 
     async def blob(self, routers: Sequence[LiveRouter], digest: str) -> bytes:

@@ -19,7 +19,7 @@ from pdserve.services.common.rpc import RequestProgress, TokenRow
 from pdserve.services.common.tracing import NO_TRACER, Tracer
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet import MAX_INDEXED_BLOCKS, Event, Fleet, Worker, WorkerSessions
-from pdserve.services.router.placement import Rules
+from pdserve.services.router.placement import Rules, WorkerPool
 from pdserve.services.router.request import Client, PickedHost, PickQuery
 
 log = logging.getLogger(__name__)
@@ -258,15 +258,16 @@ class RouterCore:
         workers = self.fleet.workers.values()
         return any(w.role == fleet_pb2.DECODE and w.host in hosts for w in workers)
 
-    def refuses(self, pool: tuple[str, str], tenant: bytes) -> bool:
-        """Return whether a new request of this tenant would be refused now because too many
-        requests wait. `pool`: model and tokenizer of the request."""
+    def refuses(self, pool: WorkerPool, tenant: bytes) -> bool:
+        """Return whether a new request of this tenant for the workers of `pool` would be refused
+        now because too many requests wait."""
         return self.dispatcher.placer.refuses(pool, tenant, self._loop.time())
 
     def models(self) -> list[pb.ModelCard]:
         """Return one model info (ModelCard) for each model name that decode workers accept work
         for, sorted by name. If workers with different tokenizers serve a name, the tokenizer with
-        the most workers counts, of equals the newest."""
+        the most workers counts, of equals the newest. If only some of these also embed, the model
+        does, by the first pooling in alphabetical order."""
         pools: dict[str, dict[str, list[pb.ModelCard]]] = {}
         for worker in self.fleet.workers.values():
             if worker.role == fleet_pb2.DECODE and worker.stays:
@@ -274,7 +275,11 @@ class RouterCore:
                 infos = tokenizers.setdefault(worker.identity.tokenizer, [])
                 infos.append(worker.hello.card)
         newest_first = {name: reversed(list(pools[name].values())) for name in sorted(pools)}
-        return [max(infos, key=len)[0] for infos in newest_first.values()]
+        largest = [max(tokenizers, key=len) for tokenizers in newest_first.values()]
+        return [
+            min((info for info in infos if info.pool), key=lambda info: info.pool, default=infos[0])
+            for infos in largest
+        ]
 
     def view(self) -> FleetView:
         """Return the workers with their loads and states, and the router's counters, for metrics

@@ -438,6 +438,8 @@ class Dispatcher:
             requirement = "weights that generated the beginning of this response"
             if not request.state.begun:
                 requirement = "tokenizer that tokenized the prompt"
+                if request.pool.pooling:
+                    requirement += f" and pooling of embeddings ({request.pool.pooling})"
             text = f"no worker is available with the {requirement}"
             error = ServiceError(pb.UNAVAILABLE, text, "", 1.0)
             request.step(on.RequestRefused(error), now)

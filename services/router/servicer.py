@@ -37,6 +37,7 @@ from pdserve.services.common.rpc import (
 from pdserve.services.common.tenants import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.common.tracing import NO_TRACER, Tracer, context_of
 from pdserve.services.router.core import RouterCore
+from pdserve.services.router.placement import WorkerPool
 from pdserve.services.router.request import PickQuery
 from pdserve.services.router.settings import RouterSettings
 
@@ -269,7 +270,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 context,
                 ServiceError(pb.INVALID_ARGUMENT, "prompt_ids must not be empty", "prompt_ids"),
             )
-        if self._core.refuses((request.model, request.tokenizer), request.tenant):
+        if self._core.refuses(WorkerPool(request.model, request.tokenizer), request.tenant):
             return rpc.PickReply(overloaded=True)
         hosts, ids = frozenset(request.hosts), list(request.prompt_ids)
         cache_salt, tokenizer = request.cache_salt, request.tokenizer

@@ -304,5 +304,6 @@ def model_card(card: CardData, identity: KvIdentity, spec: KvSpec) -> tuple[Mode
         normalizes=card.normalizes,
         hidden_size=card.hidden_size,
         score_token_ids=card.score_ids,
+        pool=card.pool,
     )
     return message, [card.tokenizer_json, template, generation]

@@ -82,6 +82,9 @@ def test_a_generating_model_embeds_with_the_task(folder: Path, subtests: pytest.
             batch = llm.embed(texts)
             assert [llm.embed(text)[0] for text in texts] == batch
             found.append(batch[1])
+        with subtests.test(pool=pooling), LLM(str(folder), pool=pooling, **OPTIONS) as both:
+            assert both.embed(texts) == batch
+            assert both.generate("hello", GREEDY).text
     assert found[0] != found[1]
 
 

@@ -48,7 +48,7 @@ CHANNEL_OPTIONS = [
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_LOGGED_PEERS = 1024  # peers whose refusal has been logged
 
 

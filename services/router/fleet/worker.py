@@ -103,6 +103,7 @@ class Worker:
     address: str = field(init=False)
     model: str = field(init=False)
     identity: KvIdentity = field(init=False)
+    pooling: str = field(init=False)  # of the embeddings that it computes; empty: it does not
     kind: WorkerKind = field(init=False)
     # From the load and `unreported`: rebuilt when one of them changes, not on read, because every
     # placement reads it.
@@ -123,6 +124,7 @@ class Worker:
             )
         )
         self.identity = self.kind.identity
+        self.pooling = hello.card.pooling or hello.card.pool
         self.facts = WorkerFacts(self.incarnation, self.kind)
 
     @property

@@ -9,4 +9,9 @@ from pdserve.services.router.placement.facts import (
     prompt_key,
 )
 from pdserve.services.router.placement.policy import PromptFacts, Rules, decide, decode_costs
-from pdserve.services.router.placement.waiting import RecomputeBudget, WaitingQueue, WaitReason
+from pdserve.services.router.placement.waiting import (
+    RecomputeBudget,
+    WaitingQueue,
+    WaitReason,
+    WorkerPool,
+)

@@ -8,7 +8,7 @@ import heapq
 import sys
 from collections.abc import Hashable, Iterator
 from enum import Enum
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from pdserve.services.common.fairness import FairQueue, FairShare
 
@@ -24,6 +24,14 @@ class WaitReason(Enum):
     COMPATIBLE_WORKER = "compatible worker"  # no worker may continue its tokens
 
 
+class WorkerPool(NamedTuple):
+    """What a worker must have to take a request. Empty parts match every worker."""
+
+    model: str
+    tokenizer: str = ""  # digest of the tokenizer that made the prompt's ids
+    pooling: str = ""  # how embeddings are pooled, of a request for one
+
+
 class WaitingRequest(Protocol):
     """Interface of a request in the WaitingQueue: what the queue must know of it."""
 
@@ -33,8 +41,8 @@ class WaitingRequest(Protocol):
         requests, the one with the lowest rank comes first."""
 
     @property
-    def pool(self) -> tuple[str, str]:
-        """Model and tokenizer of the request, which waits for a worker with both."""
+    def pool(self) -> WorkerPool:
+        """The workers that the request waits for."""
 
     @property
     def tenant(self) -> bytes:
@@ -43,12 +51,12 @@ class WaitingRequest(Protocol):
 
 R = TypeVar("R", bound=WaitingRequest)
 _Entry = tuple[tuple[int, int], R]
-_Line = tuple[WaitReason, tuple[str, str], bytes]  # reason, pool and tenant
+_Line = tuple[WaitReason, WorkerPool, bytes]  # reason, pool and tenant
 
 
 class WaitingQueue(Generic[R]):
-    """Requests that wait for a worker, in a separate line for each reason, pool (model and
-    tokenizer) and tenant. A request is in at most one line."""
+    """Requests that wait for a worker, in a separate line for each reason, pool and tenant. A
+    request is in at most one line."""
 
     def __init__(self, max_waiting: int = sys.maxsize) -> None:
         """Construct an empty queue. `max_waiting`: maximum number of waiting requests, of which
@@ -76,13 +84,13 @@ class WaitingQueue(Generic[R]):
         )
 
     @property
-    def pools(self) -> list[tuple[str, str]]:
-        """The pools (model and tokenizer) of the requests that wait for their turn at a worker."""
+    def pools(self) -> list[WorkerPool]:
+        """The pools of the requests that wait for their turn at a worker."""
         return list(
             dict.fromkeys(pool for reason, pool, _ in self._lines if reason is WaitReason.TURN)
         )
 
-    def head(self, pool: tuple[str, str]) -> R | None:
+    def head(self, pool: WorkerPool) -> R | None:
         """Return the request that is next in turn among those of the pool, or None if none waits
         for its turn."""
         for (reason, line_pool, _), line in self._lines.items():

@@ -33,6 +33,7 @@ from pdserve.services.router.placement import (
     Rules,
     WaitingQueue,
     WaitReason,
+    WorkerPool,
     decide,
     decode_costs,
     destination,
@@ -95,7 +96,7 @@ class Placer:
         if request.state.begun:
             self._compute_again(request, now)
             return
-        workers = self._candidates_in_time(request, now) if self._is_first(request) else []
+        workers = self._candidates_in_time(request, now) if self._is_first(request, now) else []
         if not workers or not self._begin(request, workers, now):
             self._wait(request, WaitReason.TURN, now)
 
@@ -115,16 +116,20 @@ class Placer:
     def can_begin(self, request: RoutedRequest, now: float) -> bool:
         """Return whether an attempt of the request could begin now: it is the request's turn, and a
         worker takes it."""
-        return self._is_first(request) and bool(self._candidates_in_time(request, now))
+        return self._is_first(request, now) and bool(self._candidates_in_time(request, now))
 
-    def _is_first(self, request: RoutedRequest) -> bool:
+    def _is_first(self, request: RoutedRequest, now: float) -> bool:
         """Return whether the request is next in turn: no waiting request for the same workers comes
-        before it."""
-        model, tokenizer = request.pool
+        before it. Embeddings share only some workers with other requests, so a waiting request of
+        the other kind counts only if a worker takes it now."""
+        model, tokenizer, pooling = request.pool
         for pool in self.waiting.pools:
-            same_pool = pool[0] == model and ("" in (pool[1], tokenizer) or pool[1] == tokenizer)
+            same_tokenizer = "" in (pool.tokenizer, tokenizer) or pool.tokenizer == tokenizer
+            same_pool = pool.model == model and same_tokenizer
             head = self.waiting.head(pool) if same_pool else None
             if head is None or head is request:
+                continue
+            if pool.pooling != pooling and not self._candidates_in_time(head, now):
                 continue
             if head.tenant != request.tenant or head.rank < request.rank:
                 return False
@@ -150,7 +155,7 @@ class Placer:
 
     def _compatible_workers(self, request: RoutedRequest) -> Sequence[Worker]:
         workers = self._fleet.of(DECODE, request.model)
-        return readers(self.compatibility.able(request.origin, workers), request.pool[1])
+        return serving(self.compatibility.able(request.origin, workers), request.pool)
 
     def is_unread(self, request: RoutedRequest) -> bool:
         """Return whether no staying worker has the tokenizer that made the request's prompt ids,
@@ -159,7 +164,7 @@ class Placer:
         has_other = False
         for worker in self._fleet.of(DECODE, request.model):
             if worker.stays:
-                if reads(worker, request.pool[1]):
+                if reads(worker, request.pool.tokenizer):
                     return False
                 has_other = True
         return has_other
@@ -214,7 +219,9 @@ class Placer:
         on the first host counts as picked (PickedPrompts)."""
         allowed = [
             worker
-            for worker in readers(self._fleet.of(DECODE, query.model), query.tokenizer)
+            for worker in serving(
+                self._fleet.of(DECODE, query.model), WorkerPool(query.model, query.tokenizer)
+            )
             if worker.state is State.LIVE and worker.connected and worker.host in query.hosts
         ]
         self.picks.forget_old(now)  # their promises would count below
@@ -244,13 +251,13 @@ class Placer:
             cached_by_host.setdefault(worker.host, cached[worker.incarnation])
         return [PickedHost(host, tokens) for host, tokens in cached_by_host.items()]
 
-    def refuses(self, pool: tuple[str, str], tenant: bytes, now: float) -> bool:
-        """Return whether a new request of the tenant can neither begin nor wait, so that it would
-        be refused. `pool`: model and tokenizer of the request."""
+    def refuses(self, pool: WorkerPool, tenant: bytes, now: float) -> bool:
+        """Return whether a new request of the tenant for the workers of `pool` can neither begin
+        nor wait, so that it would be refused."""
         if self.waiting.has_room(tenant):
             return False
         head = self.waiting.head(pool)
-        workers = readers(self._fleet.of(DECODE, pool[0]), pool[1])
+        workers = serving(self._fleet.of(DECODE, pool.model), pool)
         return head is not None or not self._free(workers, now)
 
     def _free(self, workers: Iterable[Worker], now: float) -> Sequence[Worker]:
@@ -298,7 +305,7 @@ class Placer:
             if not self._strand(request, workers, now):
                 self._compute_again(request, now)
         for pool in self.waiting.pools:
-            workers = self._fleet.of(DECODE, pool[0])
+            workers = self._fleet.of(DECODE, pool.model)
             while (head := self.waiting.head(pool)) is not None:
                 if self._strand(head, workers, now):
                     continue
@@ -320,7 +327,7 @@ class Placer:
         ):
             return False
         self.waiting.add(request, WaitReason.COMPATIBLE_WORKER, now)
-        text = "the request waits for a worker with its weights and tokenizer"
+        text = "the request waits for a worker with its weights, tokenizer and pooling"
         log.warning(text, extra={"request": request.id})
         return True
 
@@ -345,7 +352,7 @@ class Placer:
         """Return the waiting requests that this router has had no worker for during
         WITHOUT_WORKER_S, so that another router should try. In a sharded fleet, where each worker
         joins only some routers, a restarted worker may join other routers than before."""
-        has_worker: dict[tuple[tuple[str, str], KvIdentity | None], bool] = {}
+        has_worker: dict[tuple[WorkerPool, KvIdentity | None], bool] = {}
         for request in self.waiting:
             key = request.pool, request.origin
             if key not in has_worker:
@@ -423,7 +430,9 @@ def reads(worker: Worker, tokenizer: str) -> bool:
     return not tokenizer or worker.identity.tokenizer in ("", tokenizer)
 
 
-def readers(workers: Sequence[Worker], tokenizer: str) -> Sequence[Worker]:
-    """Return the workers whose model has the tokenizer that made a prompt's ids; all workers if the
-    tokenizer is unknown (empty)."""
+def serving(workers: Sequence[Worker], pool: WorkerPool) -> Sequence[Worker]:
+    """Return those workers of the pool's model that are in the pool."""
+    tokenizer, pooling = pool.tokenizer, pool.pooling
+    if pooling:
+        workers = [w for w in workers if w.pooling == pooling]
     return [w for w in workers if reads(w, tokenizer)] if tokenizer else workers

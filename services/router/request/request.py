@@ -24,7 +24,7 @@ from pdserve.services.common.rpc import (
 )
 from pdserve.services.common.tracing import NO_SPAN, TraceSpan
 from pdserve.services.router.fleet import Worker
-from pdserve.services.router.placement import PromptFacts
+from pdserve.services.router.placement import PromptFacts, WorkerPool
 from pdserve.services.router.request import actions as do
 from pdserve.services.router.request import events as on
 from pdserve.services.router.request import machine
@@ -89,7 +89,7 @@ class RoutedRequest:
         self.span = span
         self.id = start.request
         self.model = start.model
-        self.pool = (start.model, start.tokenizer)  # the workers of this pool can read its prompt
+        self.pool = WorkerPool(start.model, start.tokenizer, start.pooling)
         self.tenant = start.tenant
         self.state = Routing(
             epoch=start.epoch,

@@ -79,7 +79,10 @@ async def test_models_list_their_capabilities(make_http):
     thinks.template_digest = "thinks"
     embeds.pooling = "last"
     judges.score_token_ids.extend((1, 2))
-    router = FakeRouter(saying("x"), [chat, text, thinks, embeds, judges])
+    both = served("both")[0]
+    both.ClearField("template_digest")
+    both.pool = "mean"
+    router = FakeRouter(saying("x"), [chat, text, thinks, embeds, judges, both])
     router.blobs |= blobs
     router.blobs["thinks"] = THINKING.encode()
     client = make_http(router)
@@ -105,6 +108,10 @@ async def test_models_list_their_capabilities(make_http):
             "structured_output": True,
         },
         "text": {**COMPLETES, **NO_CHAT, "structured_output": True},
+        "both": {
+            "completion": True, **NO_CHAT, "structured_output": True,
+            "embeddings": True, "score": True,
+        },
         "thinks": {
             **COMPLETES, "chat": True, "tools": True, "reasoning": True, "structured_output": True
         },

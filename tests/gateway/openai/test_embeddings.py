@@ -11,7 +11,7 @@ import openai
 import pytest
 from builders.byte_tokenizer import write_tokenizer
 from fakes.memory_tracer import MemoryTracer
-from fakes.pooled_answers import HIDDEN, embedder, vector_of
+from fakes.pooled_answers import HIDDEN, embedder, embedding_chat, vector_of
 from fakes.router import FakeRouter, failed, placed, saying, served
 from systems.eventually import eventually
 
@@ -171,7 +171,7 @@ async def test_each_model_serves_only_its_task(make_http):
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
     assert message.startswith("The model does not support Embeddings API; ")
-    assert message.endswith(" --task embed")
+    assert "--pool last or mean" in message
     assert answer.json()["error"]["param"] == "model"
     http = make_http(embedder())
     chat = {"model": "embedder", "messages": [{"role": "user", "content": "hi"}]}
@@ -181,6 +181,28 @@ async def test_each_model_serves_only_its_task(make_http):
     answer = await http.post("/v1/completions", json={"model": "embedder", "prompt": "hi"})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "The model does not support Completions API"
+
+
+async def test_a_model_with_pool_serves_both_tasks(make_http):
+    router = embedding_chat("mean")
+    http = make_http(router)
+    answer = await http.post(URL, json={"model": "tiny", "input": "hello world"})
+    (start,) = router.starts
+    assert (start.pool, start.pooling) == (True, "mean")
+    (item,) = answer.json()["data"]
+    assert item["embedding"] == pytest.approx(unit(vector_of(router.encode("hello world"))))
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    answer = await http.post("/v1/chat/completions", json=chat)
+    assert answer.json()["choices"][0]["message"]["content"] == "hello"
+    assert not router.starts[-1].pooling
+    context_len = router.cards[0].context_len
+    answer = await http.post(URL, json={"model": "tiny", "input": [5] * context_len})
+    assert answer.status_code == 200, "an embedding leaves no room for an answer"
+    answer = await http.post(URL, json={"model": "tiny", "input": [5] * (context_len + 1)})
+    assert "0 in the completion" in answer.json()["error"]["message"]
+    pair = {"model": "tiny", "text_1": "hello", "text_2": "hello"}
+    answer = await http.post("/score", json=pair)
+    assert answer.json()["data"][0]["score"] == pytest.approx(1.0)
 
 
 class Slow:

@@ -124,6 +124,13 @@ async def test_models_of_all_routers_are_listed_and_requests_follow_them(sharded
     assert [card.name for card in await sharded.client.models()] == ["tiny"]
 
 
+async def test_a_model_embeds_if_workers_at_one_router_do(sharded):
+    for address in sharded.routers:
+        sharded[address].pool = "mean"
+        assert [card.pool for card in await sharded.client.models()] == ["mean"]
+        sharded[address].pool = ""
+
+
 async def test_the_model_list_of_a_hanging_router_expires(sharded, monkeypatch):
     there = list(sharded.routers)[3]
     sharded[there].models = ["rare"]

@@ -63,10 +63,24 @@ def test_a_generating_model_refuses_embeddings(with_pair: Callable[..., None]) -
         attempt = pair.admit(prompt(9), remote=False, pool=True)
         failed = await pair.decode.wait("failed", attempt)
         assert failed.failure.code == pb.INVALID_ARGUMENT
-        assert failed.failure.message == "The model does not support Embeddings API"
+        assert "--pool last or mean" in failed.failure.message
         assert failed.failure.param == "model"
 
     with_pair(test)
+
+
+def test_a_worker_embeds_and_generates(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        generation = pair.admit(prompt(9), remote=False)
+        embedding = pair.admit(prompt(40), remote=False, pool=True)
+        await pair.decode.wait("finished", generation)
+        await pair.decode.wait("finished", embedding)
+        (sent,) = [m for kind, m in pair.decode.events if kind == "embedding"]
+        assert (sent.attempt, list(sent.values)) == (embedding, pooled(prompt(40)))
+        assert "tokens" in pair.decode.kinds(generation)
+        await pair.at_rest()
+
+    with_pair(test, engine={"pool": "mean"})
 
 
 def test_an_embedding_model_refuses_to_generate(with_pair: Callable[..., None]) -> None:

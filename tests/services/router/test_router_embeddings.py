@@ -1,10 +1,16 @@
-"""Embeddings through a real router to fake workers: one for each request, whichever worker dies."""
+"""Embeddings through a real router to fake workers: one for each request, whichever worker dies;
+in a fleet where only some workers embed, they go to those alone."""
 
+import asyncio
 from typing import Any
 
 import pytest
+from systems.dispatcher_world import CARD, World
 
+from pdserve.engine.kv import Mixing
 from pdserve.protos import common_pb2 as pb
+from pdserve.protos.fleet_pb2 import DECODE, WorkerHello
+from pdserve.services.router.fleet import COMPATIBLE_WORKER_WAIT_S
 
 pytestmark = pytest.mark.anyio
 LONG = list(range(600))
@@ -70,3 +76,89 @@ async def test_several_choices_are_refused(make_cluster: Any) -> None:
     failed = await gateway.end("r")
     assert failed.failure.code == pb.INVALID_ARGUMENT
     assert failed.failure.param == "n"
+
+
+def mixed(*pools: str) -> World:
+    """Return a router with one decode worker for each of these values of --pool."""
+    world = World(Mixing(), "never")
+    for pool in pools:
+        world.join(DECODE, pool=pool)
+    return world
+
+
+def embed(world: World, request: str, pooling: str = "last") -> None:
+    world.submit(request, pool=True, pooling=pooling)
+
+
+def placed(world: World) -> list[tuple[str, str]]:
+    """Return the requests with Admits, and the pooling of their workers."""
+    return [(admit.start.request, w.pooling) for w, admit in world.commands("admit")]
+
+
+def busy(world: World, pool: str, seconds: float) -> None:
+    for worker in world.fleet.workers.values():
+        if worker.pooling == pool:
+            worker.busy_until = world.now + seconds
+
+
+def test_embeddings_go_to_workers_with_their_pooling() -> None:
+    world = mixed("", "last", "mean", "")
+    for number in range(6):
+        embed(world, f"last {number}")
+        embed(world, f"mean {number}", "mean")
+        world.submit(f"text {number}")
+    for request, pooling in placed(world):
+        assert request.startswith("text") or request.split()[0] == pooling
+    assert len(placed(world)) == 18
+    assert "" in {pooling for request, pooling in placed(world) if request.startswith("text")}
+
+
+def test_workers_busy_with_embeddings_delay_no_text() -> None:
+    world = mixed("", "last")
+    busy(world, "last", 1.0)
+    embed(world, "e")
+    world.submit("text")
+    assert placed(world) == [("text", "")], "at once, not in a later turn"
+    world.pass_time(1.0)
+    assert placed(world)[1:] == [("e", "last")]
+
+
+def test_text_does_not_overtake_an_embedding_that_can_begin() -> None:
+    world = mixed("last")
+    busy(world, "last", 1.0)
+    embed(world, "e")
+    busy(world, "last", 0.0)
+    world.submit("text")
+    world.pass_time(0.1)
+    assert [request for request, _ in placed(world)] == ["e", "text"]
+
+
+def test_an_embedding_waits_for_a_worker_that_returns() -> None:
+    world = mixed("", "last")
+    (_, lost) = world.fleet.workers.values()
+    embed(world, "e")
+    world.leave(lost)
+    world.pass_time(1.0)
+    assert [request for request, _ in placed(world)] == ["e"], "the other worker cannot embed"
+    world.join(DECODE, pool="last")
+    assert placed(world)[1:] == [("e", "last")]
+    embed(world, "never", "mean")
+    world.pass_time(1.0)
+    world.pass_time(COMPATIBLE_WORKER_WAIT_S + 1.0)
+    failed = {e.failed.request: e.failed.failure for e in world.events if e.HasField("failed")}
+    assert failed["never"].code == pb.UNAVAILABLE
+    assert "pooling of embeddings (mean)" in failed["never"].message
+
+
+async def test_the_card_says_that_some_workers_embed(make_cluster: Any) -> None:
+    core = (await make_cluster()).router.core
+    found = []
+    for number, pool in enumerate(("", "mean", "last", "")):
+        card = pb.ModelCard(**CARD, pool=pool)
+        hello = WorkerHello(
+            role=DECODE, incarnation=bytes([number]) * 16, address=f"10.0.0.1:{number + 1}"
+        )
+        hello.card.CopyFrom(card)
+        core.fleet.join(hello, asyncio.get_running_loop().time())
+        found += [listed.pool for listed in core.models()]
+    assert found == ["", "mean", "last", "last"]

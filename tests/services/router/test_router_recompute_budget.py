@@ -9,14 +9,21 @@ from typing import Any
 import pytest
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.router.placement import RecomputeBudget, WaitingQueue, WaitReason
+from pdserve.services.router.placement import (
+    RecomputeBudget,
+    WaitingQueue,
+    WaitReason,
+    WorkerPool,
+)
 from pdserve.services.router.placement.waiting import SHARE
+
+POOL = WorkerPool("m")
 
 
 @dataclass(eq=False)
 class FakeRequest:
     ordinal: int
-    pool: tuple[str, str] = ("m", "")
+    pool: WorkerPool = POOL
     tenant: bytes = b""
 
     @property

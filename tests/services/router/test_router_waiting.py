@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from random import Random
 
-from pdserve.services.router.placement import WaitingQueue, WaitReason
+from pdserve.services.router.placement import WaitingQueue, WaitReason, WorkerPool
 
 
 @dataclass(eq=False)
@@ -14,8 +14,8 @@ class Asker:
     priority: int = 0
 
     @property
-    def pool(self) -> tuple[str, str]:
-        return self.model, ""
+    def pool(self) -> WorkerPool:
+        return WorkerPool(self.model)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -54,7 +54,9 @@ def test_each_line_stays_in_order_of_rank_when_requests_leave_or_return() -> Non
             turn = [w for w, (why, _) in waiting.items() if why is WaitReason.TURN]
             for model in "ab":
                 line = [w for w in turn if w.model == model]
-                assert queue.head((model, "")) is min(line, key=lambda w: w.rank, default=None)
+                assert queue.head(WorkerPool(model)) is min(
+                    line, key=lambda w: w.rank, default=None
+                )
             assert sorted(queue.pools) == sorted({w.pool for w in turn})
     assert min(left, back, changed) > 500
 
@@ -73,8 +75,8 @@ def test_tenants_take_turns() -> None:
             asker.ordinal = ordinal
             queue.add(asker, WaitReason.TURN, 0.0)
         order: list[Asker] = []
-        while (head := queue.head(("a", ""))) is not None:
-            assert queue.head(("a", "")) is head
+        while (head := queue.head(WorkerPool("a"))) is not None:
+            assert queue.head(WorkerPool("a")) is head
             queue.remove(head)
             order.append(head)
         for tenant in sizes:
@@ -108,7 +110,7 @@ def test_priorities_of_a_tenant_order_only_its_own_turns() -> None:
             ranked.add(Asker(ordinal, "m", tenant, priority), WaitReason.TURN, 0.0)
         own: list[Asker] = []
         for _ in tenants:
-            first, other = plain.head(("m", "")), ranked.head(("m", ""))
+            first, other = plain.head(WorkerPool("m")), ranked.head(WorkerPool("m"))
             assert first is not None
             assert other is not None
             assert first.tenant == other.tenant

@@ -32,6 +32,8 @@ def test_the_purpose_of_a_model() -> None:
     embedder = replace(CARD, pooling="mean", normalizes=True, hidden_size=48)
     message, _ = model_card(embedder, IDENTITY, fake_spec())
     assert (message.pooling, message.normalizes, message.hidden_size) == ("mean", True, 48)
+    both, _ = model_card(replace(CARD, pool="mean", normalizes=True), IDENTITY, fake_spec())
+    assert (both.pooling, both.pool, both.normalizes) == ("", "mean", True)
     reranker, _ = model_card(replace(CARD, score_ids=(9, 2)), IDENTITY, fake_spec())
     assert list(reranker.score_token_ids) == [9, 2]
     base = replace(CARD, chat_template="")

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from fakes.router import Event, FakeRouter, Play, finished, placed, served, tokens
+from fakes.router import Event, FakeRouter, Play, finished, placed, saying, served, tokens
 from pdserve.protos import common_pb2 as pb
 
 HIDDEN = 4
@@ -14,6 +14,16 @@ def embedder(name: str = "embedder", normalizes: bool = True, context_len: int =
     card, blobs = served(name, context_len)
     card.pooling, card.normalizes, card.hidden_size = "last", normalizes, HIDDEN
     return FakeRouter(embedding(vector_of), [card], blobs)
+
+
+def embedding_chat(pool: str) -> FakeRouter:
+    """Serve a generating model that also embeds, as with --pool."""
+    card, blobs = served()
+    card.pool, card.normalizes, card.hidden_size = pool, True, HIDDEN
+    embeds, says = embedding(vector_of), saying("hello")
+    return FakeRouter(
+        lambda router, start: (embeds if start.pool else says)(router, start), [card], blobs
+    )
 
 
 def reranker(logits: Callable[[Sequence[int]], tuple[float, float]]) -> FakeRouter:

@@ -31,6 +31,7 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
         self.refuses = False  # new requests
         self.lacks: pb.Failed | None = None  # its message that it has no worker for a request
         self.models = ["tiny"]
+        self.pool = ""  # of their cards
         self.join_routers = 0  # of its decode worker, whose incarnation is
         self.decode_incarnation = b""
         self.workers: list[router_pb2.WorkerView] = []
@@ -115,7 +116,7 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
     async def ListModels(self, request, context):
         self.num_lists += 1
         await self._hang()
-        models = [pb.ModelCard(name=name) for name in self.models]
+        models = [pb.ModelCard(name=name, pool=self.pool) for name in self.models]
         return router_pb2.ListModelsResponse(models=models, sharded=self.join_routers > 0)
 
     async def GetFleet(self, request, context):
