@@ -45,6 +45,7 @@ from pdserve.engine.models import (
     ModelConfig,
     Part,
     UnsupportedModel,
+    Xielu,
     configuration_digest,
     layer_parts,
     tensor_shapes,
@@ -120,7 +121,7 @@ def _layer_matrices(
                 for expert in (*part.experts, *((part.shared,) if part.shared else ())):
                     yield from ((spec.name, MatrixRole.OTHER) for spec in expert.gate_up.weights)
                     yield from ((spec.name, MatrixRole.DOWN) for spec in expert.down.weights)
-        if isinstance(part, Linear | Attention | Gate | Activate):
+        if isinstance(part, Linear | Attention | Gate | Activate | Xielu):
             previous = part
 
 
@@ -130,7 +131,7 @@ def _role_after(part: Part | None) -> MatrixRole:
     match part:
         case Attention():
             return MatrixRole.OUTPUT
-        case Gate() | Activate():
+        case Gate() | Activate() | Xielu():
             return MatrixRole.DOWN
     return MatrixRole.OTHER
 

@@ -11,8 +11,10 @@ from pdserve.engine.models.layer import (
     EMBEDDING,
     HEAD,
     HEAD_BIAS,
+    POSITIONS,
     PRE_NORMS,
     layer_parts,
+    linear,
     qkv_sizes,
     tensor_shapes,
 )
@@ -26,6 +28,8 @@ from pdserve.engine.models.parts import (
     HeadLinear,
     Linear,
     Part,
+    TensorSpec,
+    Xielu,
 )
 from pdserve.engine.models.rope import BY_CONTEXT, QueryScaledRope
 from pdserve.engine.models.spec import ModelSpec, TextModel, is_mtp, text_of, under_model

@@ -97,6 +97,7 @@ class ModelConfig:
     attn_soft_cap: float = 0.0  # cap * tanh(score / cap); 0: none
     sinks: bool = False  # one score per head that belongs to no key
     logit_soft_cap: float = 0.0
+    learned_positions: int = 0  # rows of a table that is added to the embeddings; 0: no table
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # factor of what is added to the stream
     logit_scale: float = 1.0

@@ -21,12 +21,14 @@ from pdserve.engine.models.parts import (
     Linear,
     Norm,
     Part,
+    Positions,
     Rope,
     Scale,
     TensorSpec,
 )
 
 EMBEDDING = "model.embed_tokens.weight"
+POSITIONS = "model.embed_positions.weight"
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 FINAL_NORM = "model.norm"
 PRE_NORMS = NormPlacement(attn_in="input_layernorm", ffn_in="post_attention_layernorm")
@@ -90,6 +92,7 @@ def layer_parts(config: ModelConfig, n: int) -> tuple[Part, ...]:
     else:
         attention, attention_size = plain(), q_size
     return (
+        *(_positions(config) if n == 0 else ()),
         *norm(placement.attn_in),
         *attention,
         linear(attn, {"o_proj": hidden}, attention_size, config.o_bias),
@@ -141,6 +144,14 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for part in (*layers, final_norm(config), head(config)):
         shapes |= {tensor.name: tensor.shape for tensor in part.tensors()}
     return shapes
+
+
+def _positions(config: ModelConfig) -> tuple[Part, ...]:
+    """Return the parts that add learned positions to the embeddings; none if the model has no
+    table of them."""
+    if not config.learned_positions:
+        return ()
+    return Positions(TensorSpec(POSITIONS, (config.learned_positions, config.hidden_size))), Add()
 
 
 def _norm(config: ModelConfig, name: str) -> Norm | LayerNorm:

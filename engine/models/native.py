@@ -31,12 +31,15 @@ from pdserve.engine.models.parts import (
     Linear,
     Norm,
     Part,
+    Positions,
     Rope,
     Scale,
     SliceNorm,
     TensorSpec,
+    Xielu,
 )
 from pdserve.engine.models.rope import RopeTable
+from pdserve.engine.models.xielu import xielu_curve
 from pdserve.engine.weights import PLAIN, RawTensor, as_plain, same_order
 from pdserve.engine.weights.convert import unpack
 from pdserve.engine.weights.formats import SCALES, ZEROS, formats, scales_of
@@ -202,6 +205,10 @@ class NativeDecoder:
                 return [("gate", {"activation": part.activation})]
             case Activate():
                 return [("activate", {"activation": part.activation})]
+            case Xielu():
+                return [("xielu", {**xielu_curve(part, weights)})]
+            case Positions(table=table):
+                return [("positions", {"table": self._pack(table.name, weights(table.name))})]
             case Scale():
                 return [("scale", {"factor": part.factor})]
             case Experts():

@@ -28,12 +28,15 @@ from pdserve.engine.models.parts import (
     Linear,
     Norm,
     Part,
+    Positions,
     Rope,
     Scale,
     SliceNorm,
     TensorSpec,
+    Xielu,
 )
 from pdserve.engine.models.rope import RopeConfig, RopeTable
+from pdserve.engine.models.xielu import xielu_curve
 from pdserve.engine.weights import VALUES, RawTensor
 from pdserve.engine.weights.convert import unpack
 from pdserve.kernels import reference
@@ -235,6 +238,18 @@ def gate(part: Gate, setup: Setup) -> TorchPart:
 @computes(Activate)
 def activate(part: Activate, setup: Setup) -> TorchPart:
     return lambda x, step: reference.activated(x, part.activation)
+
+
+@computes(Xielu)
+def xielu(part: Xielu, setup: Setup) -> TorchPart:
+    curve = xielu_curve(part, setup.weights)
+    return lambda x, step: reference.xielu(x, **curve)
+
+
+@computes(Positions)
+def positions(part: Positions, setup: Setup) -> TorchPart:
+    table = expand(setup.weights(part.table.name), setup.dtype, setup.device)
+    return lambda x, step: table.index_select(0, step.batch.positions)
 
 
 @computes(Scale)

@@ -30,6 +30,7 @@ from oracles.native_parts import (
     one_by_one,
     plain_layer,
     pools,
+    positions,
     product,
     reorder,
     rope,
@@ -113,7 +114,8 @@ def layers(draw: st.DrawFn) -> list[Part]:
     if draw(some):  # both read the unchanged stream
         return [*attend[:-1], HOLD, *feed[:-1], ADD_HELD]
     pieces = draw(st.permutations([attend, feed][: 1 + draw(some)]))
-    return [part for piece in pieces for part in piece]
+    placed = [positions(), ADD] if draw(some) else []
+    return [*placed, *(part for piece in pieces for part in piece)]
 
 
 def in_groups(lists: list[list[Part]]) -> tuple[list[list[Part]], int]:

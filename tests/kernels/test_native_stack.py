@@ -31,6 +31,7 @@ from oracles.native_parts import (
     norm,
     plain_layer,
     pools,
+    positions,
     reorder,
     rope,
     run,
@@ -125,6 +126,13 @@ WRONG_LISTS = (
         changed(4, rope_of_one_head(), linear(3, HIDDEN, 128)),
         r"part 4 \(rope\): it comes behind the attention, where rows are renumbered",
     ),
+    (
+        changed(4, positions(), linear(3, HIDDEN, HIDDEN)),
+        r"part 4 \(positions\): it comes behind the attention, where rows are renumbered",
+    ),
+    ([positions(60), ADD], r"part 1 \(add\): a row has 60 values, the stream 64"),
+    ([("positions", {"table": 1})], r"part 0 \(positions\): table must be a Matrix"),
+    ([("xielu", {"a": 1.0, "b": 1.0, "beta": 1.0})], r"part 0 \(xielu\): eps is missing"),
     (
         changed(6, linear(1, 96, HIDDEN), experts(1)),
         r"part 7 \(experts\): inputs of 64, not 96",
@@ -240,6 +248,13 @@ def test_a_step_has_no_more_outputs_than_tokens() -> None:
     assert run(stack, batch, np.array([2, 2, 0])).shape == (3, HIDDEN)
     with pytest.raises(ValueError, match="more outputs than tokens"):
         run(stack, batch, np.zeros(2000, np.int64))
+
+
+def test_positions_are_checked_against_the_smallest_table() -> None:
+    stack = ready([[positions(), ADD, *plain_layer()], [positions(count=9), ADD, *plain_layer()]])
+    assert run(stack, Batch([6], [3]), np.array([2])).shape == (1, HIDDEN)
+    with pytest.raises(ValueError, match="position"):
+        run(stack, Batch([7], [3]), np.array([2]))
 
 
 def test_block_ids_are_checked_against_the_smallest_pool_of_a_group() -> None:

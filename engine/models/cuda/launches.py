@@ -22,10 +22,13 @@ from pdserve.engine.models.parts import (
     Linear,
     Norm,
     Part,
+    Positions,
     Scale,
     SliceNorm,
+    Xielu,
 )
 from pdserve.engine.models.rope import RopeConfig
+from pdserve.engine.models.xielu import xielu_curve
 from pdserve.kernels.cuda.attention import HEAD_STEP, paged_attention
 from pdserve.kernels.cuda.layer import (
     HeadNorms,
@@ -37,6 +40,7 @@ from pdserve.kernels.cuda.layer import (
     gated,
     norm,
     prepare_heads,
+    xielu,
 )
 from pdserve.kernels.cuda.linear import SplitSums
 
@@ -77,6 +81,11 @@ def launch_of(part: Part, setup: LaunchSetup) -> Launch:
             return _gate(part)
         case Activate(activation=activation):
             return _mapped(lambda x: activated(x, activation))
+        case Xielu():
+            curve = xielu_curve(part, weights.stored)
+            return _mapped(lambda x: xielu(x, **curve))
+        case Positions():
+            return _positions(part, setup)
         case Scale(factor=factor):
             return _mapped(lambda x: x * factor)  # rounded to x's dtype
         case Hold():
@@ -93,6 +102,16 @@ def _mapped(function: Callable[[Tensor], Tensor | SplitSums]) -> Launch:
 
     def launch(run: Run) -> None:
         run.x = function(run.x)
+
+    return launch
+
+
+def _positions(part: Positions, setup: LaunchSetup) -> Launch:
+    """Return the launch that replaces x by the rows of a table at the tokens' positions."""
+    table = setup.weights.plain(part.table.name)
+
+    def launch(run: Run) -> None:
+        run.x = table.index_select(0, run.inputs.positions)
 
     return launch
 

@@ -69,6 +69,8 @@ class Fields {
     return {array.data(), array.data() + array.size()};
   }
 
+  Matrix matrix(const char* name) { return as<Matrix>(get(name), name, "a Matrix"); }
+
   std::vector<Matrix> matrices(const char* name) {
     return as<std::vector<Matrix>>(get(name), name, "a list of Matrix");
   }
@@ -203,6 +205,17 @@ const PartKind kKinds[] = {
      [](Fields& f, const Stack&) {
        return part<ActivatePart>(activation_of(f.word("activation")));
      }},
+    {XieluPart::kKind,
+     [](Fields& f, const Stack&) {
+       Xielu curve;
+       curve.a = f.number("a");
+       curve.b = f.number("b");
+       curve.beta = f.number("beta");
+       curve.eps = f.number("eps");
+       return part<XieluPart>(curve);
+     }},
+    {PositionsPart::kKind,
+     [](Fields& f, const Stack&) { return part<PositionsPart>(f.matrix("table")); }},
     {ExpertsPart::kKind,
      [](Fields& f, const Stack&) {
        auto router = f.matrices("router");

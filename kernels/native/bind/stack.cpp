@@ -90,7 +90,7 @@ void check(const Model& model, const pdserve::StepBatch& batch) {
   const int64_t block_size = model.block_size;
   for (int64_t t = 0; t < batch.tokens; ++t) {
     require(batch.token_ids[t] >= 0 && batch.token_ids[t] < stack.embedding.rows, "token id");
-    require(batch.positions[t] >= 0, "position");
+    require(batch.positions[t] >= 0 && batch.positions[t] < stack.positions(), "position");
     for (const pdserve::RopeTable& rope : stack.ropes) {
       require((batch.positions[t] + 1) * rope.half <= static_cast<int64_t>(rope.cos.size()),
               "a position beyond the rope table");
@@ -206,6 +206,8 @@ void bind_stack(nb::module_& m) {
            "all), group (of block tables), sinks [heads] or None, latent: 0, or how many values at the\n"
            "end of a key are its value, and there is no v.\n"
            "gate, of gate and up: activation. activate: activation. scale: factor.\n"
+           "xielu: a, b, beta, eps. positions, before attention: table [positions, values], whose row\n"
+           "at a token's position becomes the value.\n"
            "experts: router [experts, values] in a list, behind it a shared expert's gate [1, values]\n"
            "if it has one; bias and correction [experts] or None; gates, ups, downs: a matrix an\n"
            "expert; gate_up_biases [experts, outputs] and down_biases [experts, values] or None;\n"

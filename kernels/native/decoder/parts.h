@@ -203,6 +203,41 @@ class ActivatePart : public Part {
   int64_t size_ = 0;
 };
 
+// xIELU of the row.
+class XieluPart : public Part {
+ public:
+  static constexpr const char* kKind = "xielu";
+  explicit XieluPart(Xielu curve) : curve_(curve) {}
+
+  const char* kind() const override { return kKind; }
+  Writes writes() const override { return Writes::kAnywhere; }
+  int64_t fit(int64_t inputs) override { return size_ = inputs; }
+  void row(const Step& step, const Rows& rows, int64_t row, const float* x,
+           float* y) const override;
+
+ private:
+  Xielu curve_;
+  int64_t size_ = 0;
+};
+
+// The row of a table at the token's position; the row before it is not used.
+class PositionsPart : public Part {
+ public:
+  static constexpr const char* kKind = "positions";
+  explicit PositionsPart(Matrix table) : table_(std::move(table)) {}
+
+  const char* kind() const override { return kKind; }
+  Writes writes() const override { return Writes::kElsewhere; }
+  int64_t fit(int64_t) override { return table_.cols; }
+  void row(const Step& step, const Rows& rows, int64_t row, const float* x,
+           float* y) const override;
+
+  int64_t count() const { return table_.rows; }
+
+ private:
+  Matrix table_;  // [positions, values]
+};
+
 // The row multiplied by a number.
 class ScalePart : public Part {
  public:

@@ -28,6 +28,8 @@ class Planner {
     pass_.cols = inputs;
     plan_.encoding_bytes = std::max(plan_.encoding_bytes, part.encoding_bytes());
     plan_.products += part.products();
+    const auto* table = dynamic_cast<const PositionsPart*>(&part);
+    if (table) plan_.positions = std::min(plan_.positions, table->count());
     segment_.all_rows |= part.wants_all_rows();
     if (part.ends_pass() || last) end_pass();
     const AttentionPart* attention = as_attention(part);
@@ -107,7 +109,8 @@ void check_layer(const Parts& parts, int64_t hidden, size_t layer) {
       refuse(layer, n, part, holds ? "it must add what is held" : "nothing is held");
     }
     if (holds && as_attention(part)) refuse(layer, n, part, "it comes before what is held");
-    if (attentions && dynamic_cast<RopePart*>(&part)) {  // positions belong to all tokens
+    const bool positional = dynamic_cast<RopePart*>(&part) || dynamic_cast<PositionsPart*>(&part);
+    if (attentions && positional) {  // positions belong to all tokens
       refuse(layer, n, part, "it comes behind the attention, where rows are renumbered");
     }
     holds = hold || (holds && !add);

@@ -40,6 +40,7 @@ struct Plan {
   size_t held = 0;                 // the place of held rows; 0: there are no HoldParts
   int64_t encoding_bytes = 0;      // per row, for the part that needs most
   int64_t products = 0;            // multiplications per row
+  int64_t positions = INT64_MAX;   // a token's position is less: the rows of the smallest table
   std::vector<const AttentionPart*> groups;  // the first attention of each group, or null
   std::vector<int64_t> tile_costs;  // of a tile of keys for one head in all layers of a group, in
                                     // products

@@ -35,6 +35,8 @@ class Stack {
   void set_head(std::unique_ptr<Part> norm, LinearPart head);
   bool complete() const { return head_.has_value(); }
   int64_t vocabulary() const { return head_->outputs(); }
+  // Number of positions in the smallest table of positions; a token's position must be less.
+  int64_t positions() const { return plan_.positions; }
 
   // Returns the attention of every layer, in order; set their `kv` before the first step.
   const std::vector<AttentionPart*>& attentions() const { return attentions_; }

@@ -81,6 +81,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "arcee": {},
     "gpt_neox": {"head_dim": 32, "hidden_size": 96, "num_key_value_heads": 3},
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "granite": {
         "head_dim": 16,
         "embedding_multiplier": 3.0,
@@ -90,8 +91,14 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "glm4": {"head_dim": 24},
     "seed_oss": {"attention_out_bias": True},
+    "gpt2": {
+        "head_dim": 24,
+        "hidden_size": 72,
+        "num_key_value_heads": 3,
+        "n_inner": 96,
+        "tie_word_embeddings": True,
+    },
     "starcoder2": {"head_dim": 16, "num_attention_heads": 3, "sliding_window": 11},
-    "apertus": {},
     "mixtral": {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen2_moe": {
         "head_dim": 16,
@@ -219,6 +226,7 @@ _CLASSES = {
     "arcee": ("Arcee", "Arcee"),
     "gpt_neox": ("GPTNeoX", "GPTNeoX"),
     "apertus": ("Apertus", "Apertus"),
+    "gpt2": ("GPT2", "GPT2"),
     "mixtral": ("Mixtral", "Mixtral"),
     "qwen2_moe": ("Qwen2Moe", "Qwen2Moe"),
     "qwen3_moe": ("Qwen3Moe", "Qwen3Moe"),
@@ -230,8 +238,9 @@ _CLASSES = {
     "gpt_oss": ("GptOss", "GptOss"),
     "gemma3": ("Gemma3Text", "Gemma3"),
 }
+_HEADS = {"gpt2": "LMHeadModel"}  # how the name of the model class ends if not with ForCausalLM
 _NAMES = {"internlm3": "InternLM3ForCausalLM"}  # of releases, without a class in transformers
-ADDED = ("apertus", "starcoder2")  # by tests, from outside
+ADDED = ("starcoder2",)  # by a test, from outside
 ARCHITECTURES = tuple(arch for arch in _OWN if arch not in ADDED)
 
 # Differences in attention, experts and cache: windows, soft caps, experts, latents, sinks.
@@ -352,7 +361,7 @@ def write_tiny(
         config_name, model_name = _CLASSES[arch]
         config_class = getattr(transformers, f"{config_name}Config")
         config = config_class(**{**_COMMON, **_OWN[arch], **overrides})
-        model_class = getattr(transformers, f"{model_name}ForCausalLM")
+        model_class = getattr(transformers, model_name + _HEADS.get(arch, "ForCausalLM"))
     model = model_class(config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):

@@ -76,6 +76,10 @@ def rope() -> Part:
     return "rope", {"table": 0, "heads": HEADS + KV_HEADS, "head_dim": HEAD_DIM, "begin": 0}
 
 
+def positions(size: int = HIDDEN, count: int = POSITIONS) -> Part:
+    return "positions", {"table": matrix(11, count, size, "F32")}
+
+
 def attention(group: int = 0, window: int = 0, sinks: bool = False, latent: int = 0) -> Part:
     sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
     return "attention", {
@@ -273,6 +277,8 @@ def operation(kind: str, f: dict[str, Any], x: Floats, pool: Any, batch: Batch) 
         gate, up = (np.ascontiguousarray(half) for half in np.split(x, 2, axis=1))
         out = np.empty_like(gate)
         native.gated(ONE, gate, up, f["activation"], out)
+    elif kind == "positions":
+        out = f["table"].row_values(ONE, batch.positions)
     elif kind == "reorder":
         out = np.ascontiguousarray(x[:, f["order"]])
     elif kind == "experts":
