@@ -238,6 +238,7 @@ _CLASSES = {
     "gpt_oss": ("GptOss", "GptOss"),
     "gemma3": ("Gemma3Text", "Gemma3"),
 }
+NORM_WEIGHTS = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
 _HEADS = {"gpt2": "LMHeadModel"}  # how the name of the model class ends if not with ForCausalLM
 _NAMES = {"internlm3": "InternLM3ForCausalLM"}  # of releases, without a class in transformers
 ADDED = ("starcoder2",)  # by a test, from outside
@@ -369,7 +370,7 @@ def write_tiny(
         scale = 0.3 if parameter.dim() == 1 else 1.2 * parameter.shape[-1] ** -0.5
         noise = torch.randn(parameter.shape, generator=generator) * scale
         gemma = arch.startswith("gemma")  # its norms multiply by 1 + weight
-        centre = 1.0 if name.endswith("norm.weight") and not gemma else 0.0
+        centre = 1.0 if name.endswith(NORM_WEIGHTS) and not gemma else 0.0
         parameter.data.copy_(noise + centre)
     for name, buffer in sorted(model.named_buffers()):
         if name.endswith("e_score_correction_bias"):  # of experts: changes choices
