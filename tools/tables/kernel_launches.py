@@ -35,7 +35,6 @@ from pdserve.kernels.cuda.layer import (
     gated,
     norm,
     prepare_heads,
-    xielu,
 )
 from pdserve.kernels.cuda.linear import (
     DeviceMatrix,
@@ -268,7 +267,6 @@ def layers() -> list[tuple[str, Callable[[], object]]]:
         found.append((f"gated {kind}", partial(gated, pair, kind)))
         if kind != "swiglu_oai":
             found.append((f"activated {kind}", partial(activated, pair, kind)))
-    found.append(("xielu", partial(xielu, pair, 0.8, 0.8, 0.5, -1e-6)))
     for dim in (64, 80, 128, 256):
         for kv_dtype in (BF16, torch.float16):
             found.append((f"heads of {dim} to {kv_dtype}", partial(_heads, dim, kv_dtype)))
