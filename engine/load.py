@@ -46,6 +46,7 @@ from pdserve.engine.models import (
     Part,
     ScoreHead,
     UnsupportedModel,
+    Xielu,
     configuration_digest,
     layer_parts,
     tensor_shapes,
@@ -122,7 +123,7 @@ def _layer_matrices(
                 for expert in (*part.experts, *((part.shared,) if part.shared else ())):
                     yield from ((spec.name, MatrixRole.OTHER) for spec in expert.gate_up.weights)
                     yield from ((spec.name, MatrixRole.DOWN) for spec in expert.down.weights)
-        if isinstance(part, Linear | Attention | Gate | Activate):
+        if isinstance(part, Linear | Attention | Gate | Activate | Xielu):
             previous = part
 
 
@@ -132,7 +133,7 @@ def _role_after(part: Part | None) -> MatrixRole:
     match part:
         case Attention():
             return MatrixRole.OUTPUT
-        case Gate() | Activate():
+        case Gate() | Activate() | Xielu():
             return MatrixRole.DOWN
     return MatrixRole.OTHER
 
@@ -288,16 +289,14 @@ def score_ids(tokenizer_json: bytes) -> tuple[int, int]:
 def with_separator(model: ModelConfig, tokenizer_json: bytes) -> ModelConfig:
     """Return the config of a model that scores pairs, with the token that ends a pair's first text
     if the model tells its texts apart by it."""
-    positions = model.encoder.positions if model.encoder else None
-    if model.encoder is None or positions is None or positions.num_types < 2:
+    positions = model.positions
+    if positions is None or positions.num_types < 2:
         return model
     pair = load_tokenizer(tokenizer_json).encode("a", "b")
     if 1 not in pair.type_ids:
         return model
     separator = pair.ids[pair.type_ids.index(1) - 1]
-    return replace(
-        model, encoder=replace(model.encoder, positions=replace(positions, separator=separator))
-    )
+    return replace(model, positions=replace(positions, separator=separator))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ SEVERAL_GPUS = (
     "worker on each (CUDA_VISIBLE_DEVICES=1 pdserve decode --device cuda --routers ...)"
 )
 POOLER = (
-    "--pooling last, mean or cls is how an embedding model pools, --pool how a model pools that also "
-    "generates; the model's files say whether vectors are normalized"
+    "--pooling last, mean or cls is how an embedding model pools, --pool how a model that also "
+    "generates does; the model's files say whether vectors are normalized"
 )
 TEMPLATE_VARIABLES = (
     "a request sets it: chat_template_kwargs or reasoning_effort; --thinking on or off is the "

@@ -24,9 +24,9 @@ from pdserve.engine.models import (
 from pdserve.engine.models.hf_config import (
     HfConfig,
     integer,
+    layer_norms,
     num_layers,
     one_score,
-    positive,
     standard,
 )
 
@@ -65,19 +65,15 @@ def parse_bert(hf: HfConfig, first: int) -> ModelConfig:
     return standard(
         {"hidden_act": "gelu", **hf, "max_position_embeddings": num_positions},
         norms=PRE_NORMS,
-        norm_kind="layer",
-        norm_bias=True,
-        norm_eps=positive(hf, "layer_norm_eps", 1e-12, maximum=1.0),
+        **layer_norms({"layer_norm_eps": 1e-12, **hf}),
         gated=False,
         qkv_bias=True,
         o_bias=True,
         ffn_bias=True,
         tied_head=True,
         layers=(LayerConfig(rope=None),) * num_layers(hf),
-        encoder=Encoder(
-            LearnedPositions(num_positions, integer(hf, "type_vocab_size", 2), first),
-            post_norm=True,
-        ),
+        positions=LearnedPositions(num_positions, integer(hf, "type_vocab_size", 2), first),
+        encoder=Encoder(post_norm=True),
     )
 
 

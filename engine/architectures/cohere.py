@@ -17,6 +17,7 @@ from pdserve.engine.models.hf_config import (
     attention_biases,
     head_dim,
     integer,
+    layer_norms,
     num_layers,
     positive,
     read_rope,
@@ -33,8 +34,7 @@ def _standard(hf: HfConfig, **overrides: Any) -> ModelConfig:
     return standard(
         hf,
         norms=phi.NORMS,
-        norm_kind="layer",
-        norm_eps=positive(hf, "layer_norm_eps", 1e-5, maximum=1.0),
+        **layer_norms(hf, bias=False),
         parallel=True,
         logit_scale=positive(hf, "logit_scale", 0.0625),
         tied_head=bool(hf.get("tie_word_embeddings", True)),

@@ -8,12 +8,11 @@ from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata
 from pdserve.engine.models import (
     EMBEDDING,
     HEAD,
-    PRE_NORMS,
     ModelConfig,
     ModelSpec,
     qkv_sizes,
 )
-from pdserve.engine.models.hf_config import HfConfig, positive, standard
+from pdserve.engine.models.hf_config import HfConfig, layer_norms, standard
 
 RENAMED = {
     "input_layernorm": "input_layernorm",
@@ -36,10 +35,7 @@ def parse(hf: HfConfig) -> ModelConfig:
     return standard(
         # Fields that it does not have, and transformers ignores.
         {**defaults, **hf, "num_key_value_heads": None, "head_dim": None},
-        norms=PRE_NORMS,
-        norm_kind="layer",
-        norm_bias=True,
-        norm_eps=positive(hf, "layer_norm_eps", 1e-5, maximum=1.0),
+        **layer_norms(hf),
         parallel=bool(hf.get("use_parallel_residual", True)),
         gated=False,
         qkv_bias=bias,

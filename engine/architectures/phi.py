@@ -4,7 +4,7 @@ no gate."""
 from pdserve.engine.checkpoints import View, fused, renamed
 from pdserve.engine.checkpoints.gguf import GgufMapping
 from pdserve.engine.models import ModelConfig, ModelSpec, NormPlacement, UnsupportedModel, qkv_sizes
-from pdserve.engine.models.hf_config import HfConfig, positive, standard
+from pdserve.engine.models.hf_config import HfConfig, layer_norms, standard
 
 # Attention and feed-forward share one input norm.
 NORMS = NormPlacement(attn_in="input_layernorm", ffn_in="input_layernorm")
@@ -23,9 +23,7 @@ def parse(hf: HfConfig) -> ModelConfig:
     return standard(
         {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5, **hf},
         norms=NORMS,
-        norm_kind="layer",
-        norm_bias=True,
-        norm_eps=positive(hf, "layer_norm_eps", 1e-5, maximum=1.0),
+        **layer_norms(hf),
         parallel=True,
         gated=False,
         qkv_bias=True,

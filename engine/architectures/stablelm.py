@@ -8,7 +8,7 @@ from pdserve.engine.architectures import phi
 from pdserve.engine.checkpoints import Nth, View, first_of
 from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata
 from pdserve.engine.models import PRE_NORMS, ModelConfig, ModelSpec
-from pdserve.engine.models.hf_config import HfConfig, positive, standard
+from pdserve.engine.models.hf_config import HfConfig, layer_norms, standard
 
 
 def parse(hf: HfConfig) -> ModelConfig:
@@ -16,9 +16,7 @@ def parse(hf: HfConfig) -> ModelConfig:
     return standard(
         {"partial_rotary_factor": 0.25, **hf},
         norms=phi.NORMS if parallel else PRE_NORMS,
-        norm_kind="layer",
-        norm_bias=True,
-        norm_eps=positive(hf, "layer_norm_eps", 1e-5, maximum=1.0),
+        **layer_norms(hf),
         parallel=parallel,
         # GGUF files are read as use_qk_norm.
         qk_norm="head_layer" if hf.get("qk_layernorm", hf.get("use_qk_norm")) else "",

@@ -2,13 +2,12 @@
 that compute those parts."""
 
 from pdserve.engine.models.classifier import DENSE, NORM, SCORE, Classifier, ScoreHead
-from pdserve.engine.models.config import LayerConfig, ModelConfig, NormPlacement, UnsupportedModel
-from pdserve.engine.models.encoder import (
-    EMBEDDING_NORM,
-    POSITIONS,
-    TYPES,
+from pdserve.engine.models.config import (
     Encoder,
-    LearnedPositions,
+    LayerConfig,
+    ModelConfig,
+    NormPlacement,
+    UnsupportedModel,
 )
 from pdserve.engine.models.experts import MixtureOfExperts, stored_experts
 from pdserve.engine.models.identity import configuration_digest, kv_identity, numerics_id
@@ -17,10 +16,12 @@ from pdserve.engine.models.kv_error import int8_warning
 from pdserve.engine.models.latent import LatentAttention
 from pdserve.engine.models.layer import (
     EMBEDDING,
+    EMBEDDING_NORM,
     HEAD,
     HEAD_BIAS,
     PRE_NORMS,
     layer_parts,
+    linear,
     qkv_sizes,
     tensor_shapes,
 )
@@ -34,6 +35,9 @@ from pdserve.engine.models.parts import (
     HeadLinear,
     Linear,
     Part,
+    TensorSpec,
+    Xielu,
 )
+from pdserve.engine.models.positions import POSITIONS, TYPES, LearnedPositions
 from pdserve.engine.models.rope import BY_CONTEXT, QueryScaledRope
 from pdserve.engine.models.spec import ModelSpec, TextModel, is_mtp, scorer_of, text_of, under_model

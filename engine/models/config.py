@@ -9,8 +9,8 @@ from typing import Literal, Protocol
 
 from pdserve.engine.kv import Kind, LayerGroup
 from pdserve.engine.models.classifier import Classifier
-from pdserve.engine.models.encoder import Encoder
 from pdserve.engine.models.parts import Activation, Part
+from pdserve.engine.models.positions import LearnedPositions
 from pdserve.engine.models.rope import RopeConfig
 
 
@@ -69,6 +69,14 @@ class NormPlacement:
 
 
 @dataclass(frozen=True, slots=True)
+class Encoder:
+    """In what an encoder differs from a decoder, besides that its attention sees later tokens: the
+    first layer begins with a norm of the embeddings, which replaces the residual stream."""
+
+    post_norm: bool = False  # every norm replaces the residual stream
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The configuration of one model. Sizes are counts of elements; lengths are in tokens."""
 
@@ -108,6 +116,7 @@ class ModelConfig:
     latent: Latent | None = None  # what is cached instead of heads of keys and values
     classifier: Classifier | None = None  # set: the model scores texts and generates nothing
     encoder: Encoder | None = None  # set: attention sees later tokens too, within one prompt
+    positions: LearnedPositions | None = None  # added to the embeddings of tokens
 
     @property
     def num_layers(self) -> int:

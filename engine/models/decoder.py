@@ -58,7 +58,7 @@ class Decoder:
             for rope in config.ropes
         }
         self._embedding = to_device(weights(EMBEDDING), dtype, device)
-        self._positions = config.encoder.positions if config.encoder else None
+        self._positions = config.positions
         if self._positions:
             table = self._positions.table(lambda name: unpack(weights(name)))
             self._added = torch.from_numpy(table).to(device, dtype)

@@ -289,6 +289,13 @@ def attention_biases(hf: HfConfig) -> dict[str, bool]:
     return dict.fromkeys(("qkv_bias", "o_bias"), bool(hf.get("attention_bias", False)))
 
 
+def layer_norms(hf: HfConfig, bias: bool = True) -> dict[str, Any]:
+    """Return the fields of ModelConfig for layer norms in place of RMS norms; their epsilon is the
+    field `layer_norm_eps`."""
+    eps = positive(hf, "layer_norm_eps", 1e-5, maximum=1.0)
+    return {"norm_kind": "layer", "norm_bias": bias, "norm_eps": eps}
+
+
 def plain_layers(hf: HfConfig, windows: Sequence[int]) -> tuple[LayerConfig, ...]:
     """Return the settings of layers with equal rope that differ only in the window: one layer for
     each of `windows`."""

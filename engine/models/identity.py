@@ -34,7 +34,7 @@ def configuration_digest(config: ModelConfig, pooling: str = "") -> str:
         for layer in config.layers
     ]
     content = asdict(replace(config, layers=tuple(layers), context_len=0))
-    for name in ("encoder", "classifier"):
+    for name in ("encoder", "classifier", "positions"):
         if content[name] is None:
             del content[name]  # as in releases without them
     if pooling:

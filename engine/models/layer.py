@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pdserve.engine.models.config import ModelConfig, NormPlacement
-from pdserve.engine.models.encoder import EMBEDDING_NORM
 from pdserve.engine.models.parts import (
     Activate,
     Add,
@@ -29,6 +28,7 @@ from pdserve.engine.models.parts import (
 )
 
 EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING_NORM = "model.embedding_norm"
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 FINAL_NORM = "model.norm"
 PRE_NORMS = NormPlacement(attn_in="input_layernorm", ffn_in="post_attention_layernorm")
@@ -156,8 +156,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the tensors that a decoder of `config` loads, in the order of
     loading."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
-    if config.encoder and config.encoder.positions:
-        shapes |= config.encoder.positions.shapes(config.hidden_size)
+    if config.positions:
+        shapes |= config.positions.shapes(config.hidden_size)
     layers = (part for n in range(config.num_layers) for part in layer_parts(config, n))
     for part in (*layers, final_norm(config), head(config)):
         shapes |= {tensor.name: tensor.shape for tensor in part.tensors()}

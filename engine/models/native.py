@@ -36,8 +36,10 @@ from pdserve.engine.models.parts import (
     Scale,
     SliceNorm,
     TensorSpec,
+    Xielu,
 )
 from pdserve.engine.models.rope import RopeTable
+from pdserve.engine.models.xielu import xielu_curve
 from pdserve.engine.weights import PLAIN, RawTensor, as_plain, same_order
 from pdserve.engine.weights.convert import unpack
 from pdserve.engine.weights.formats import SCALES, ZEROS, formats, scales_of
@@ -81,9 +83,8 @@ class NativeDecoder:
         self._reserve_positions(1)
         embedding = self._pack(EMBEDDING, weights(EMBEDDING))
         self._stack.set_embedding(embedding)
-        self._positions = config.encoder.positions if config.encoder else None
-        if self._positions:
-            table = self._positions.table(lambda name: unpack(weights(name)))
+        if config.positions:
+            table = config.positions.table(lambda name: unpack(weights(name)))
             self._stack.set_added_embedding(table)
         for n in range(config.num_layers):
             self._add_layer(n, weights)
@@ -109,8 +110,8 @@ class NativeDecoder:
             self._attach(kv)
         self._reserve_positions(max(batch.kv_lens))
         added = None
-        if self._positions:
-            added = self._positions.rows(batch.token_ids, batch.positions, batch.starts)
+        if self.config.positions:
+            added = self.config.positions.rows(batch.token_ids, batch.positions, batch.starts)
         return self._stack.forward(
             batch.token_ids,
             batch.positions,
@@ -212,6 +213,8 @@ class NativeDecoder:
                 return [("gate", {"activation": part.activation})]
             case Activate():
                 return [("activate", {"activation": part.activation})]
+            case Xielu():
+                return [("xielu", {**xielu_curve(part, weights)})]
             case Scale():
                 return [("scale", {"factor": part.factor})]
             case Experts():

@@ -176,6 +176,18 @@ class Activate(Part):
 
 
 @dataclass(frozen=True, slots=True)
+class Xielu(Part):
+    """The activation xIELU of x, elementwise, whose curve is learned (arXiv:2411.13010):
+    a x^2 + beta x for x > 0, else b (e^min(x, eps) - 1 - x) + beta x, where a = softplus(alpha_p)
+    and b = beta + softplus(alpha_n)."""
+
+    alpha_p: TensorSpec
+    alpha_n: TensorSpec
+    beta: TensorSpec
+    eps: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
 class Scale(Part):
     """Multiplies x by `factor`."""
 

@@ -32,8 +32,10 @@ from pdserve.engine.models.parts import (
     Scale,
     SliceNorm,
     TensorSpec,
+    Xielu,
 )
 from pdserve.engine.models.rope import RopeConfig, RopeTable
+from pdserve.engine.models.xielu import xielu_curve
 from pdserve.engine.weights import VALUES, RawTensor
 from pdserve.engine.weights.convert import unpack
 from pdserve.kernels import reference
@@ -235,6 +237,12 @@ def gate(part: Gate, setup: Setup) -> TorchPart:
 @computes(Activate)
 def activate(part: Activate, setup: Setup) -> TorchPart:
     return lambda x, step: reference.activated(x, part.activation)
+
+
+@computes(Xielu)
+def xielu(part: Xielu, setup: Setup) -> TorchPart:
+    curve = xielu_curve(part, setup.weights)
+    return lambda x, step: reference.xielu(x, **curve)
 
 
 @computes(Scale)

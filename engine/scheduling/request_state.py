@@ -115,8 +115,8 @@ class RequestState:
         seed_hash: bytes,
         pooling: str = "",
     ) -> None:
-        """`pooling`: kind of pooling, "mean", "last" or "cls", of requests for a pooled state; empty
-        if the model pools none."""
+        """`pooling`: kind of pooling, "mean", "last" or "cls", of requests for a pooled state;
+        empty if the model pools none."""
         self.request: Final = request
         self.key: Final = request.key
         self.prompt_len: Final = len(request.prompt_ids)

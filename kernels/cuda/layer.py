@@ -202,6 +202,17 @@ def _activated_kernel(x, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + token * size + column, result.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _xielu_kernel(x, out, size, a, b, beta, eps, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    value = tl.load(x + token * size + column, mask=inside, other=0.0).to(tl.float32)
+    below = b * (tl.exp(tl.minimum(value, eps)) - 1.0 - value)
+    result = tl.where(value > 0.0, a * value * value, below) + beta * value
+    tl.store(out + token * size + column, result.to(out.dtype.element_ty), mask=inside)
+
+
 def gated(
     x: Tensor | SplitSums,
     activation: Literal["silu", "gelu_tanh", "gelu", "relu2", "swiglu_oai"],
@@ -226,6 +237,17 @@ def activated(x: Tensor, activation: Literal["silu", "gelu_tanh", "gelu", "relu2
     num_tokens, size = x.shape
     if num_tokens:
         _activated_kernel[(num_tokens, triton.cdiv(size, BLOCK))](x, out, size, activation, BLOCK)
+    return out
+
+
+def xielu(x: Tensor, a: float, b: float, beta: float, eps: float) -> Tensor:
+    """Return the activation xIELU (arXiv:2411.13010) of x [T, N], elementwise: a x^2 + beta x above
+    0, else b (e^min(x, eps) - 1 - x) + beta x."""
+    out = torch.empty_like(x)
+    num_tokens, size = x.shape
+    if num_tokens:
+        grid = (num_tokens, triton.cdiv(size, BLOCK))
+        _xielu_kernel[grid](x, out, size, a, b, beta, eps, BLOCK, enable_fp_fusion=False)
     return out
 
 

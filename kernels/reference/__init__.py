@@ -9,5 +9,6 @@ from pdserve.kernels.reference.layers import (
     rms_norm,
     rope,
     write_kv,
+    xielu,
 )
 from pdserve.kernels.reference.sampling import logprobs, sample, stream

@@ -42,6 +42,15 @@ def activated(x: Tensor, activation: Literal["silu", "gelu_tanh", "gelu", "relu2
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
+def xielu(x: Tensor, a: float, b: float, beta: float, eps: float) -> Tensor:
+    """Return the activation xIELU (arXiv:2411.13010) of x, elementwise: a x^2 + beta x above 0,
+    else b (e^min(x, eps) - 1 - x) + beta x. The result is computed in float32 and returned in x's
+    dtype."""
+    y = x.float()
+    curve = torch.where(y > 0, a * y.square(), b * (torch.expm1(y.clamp(max=eps)) - y))
+    return curve.add_(y, alpha=beta).to(x.dtype)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x [T, N] times weight [M, N] transposed, plus bias [M]: [T, M], all of one dtype."""
     if len(x) in FEW and len(weight) >= x.shape[1] and x.is_cpu and x.dtype == torch.float32:

@@ -33,16 +33,18 @@ def load(path: Path, **options: Any) -> Any:
 
 def test_a_new_part_of_a_layer(tmp_path: Path) -> None:
     import_module("builders.added_part")
-    path = write_tiny(tmp_path / "apertus", "apertus", seed=3)
+    path = write_tiny(tmp_path / "mish", "llama", seed=3, hidden_act="mish")
     prompt = list(range(3, 60))
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    model = transformers.LlamaForCausalLM.from_pretrained(path, attn_implementation="eager")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["MishForCausalLM"]}))
     with torch.inference_mode():
         theirs = model(torch.tensor([prompt])).logits[0]
     runner = PagedRunner(load(path, kernels="reference").decoder)
     parts = [runner.step({"x": prompt[a:b]})["x"] for a, b in ((0, 20), (20, 21), (21, 57))]
     torch.testing.assert_close(torch.cat(parts), theirs, atol=1e-4, rtol=0)
     assert theirs.std() > 0.3, "the logits are too flat to compare"
-    with pytest.raises(CheckpointError, match="native kernels cannot compute Xielu"):
+    with pytest.raises(CheckpointError, match="native kernels cannot compute MishGate"):
         load(path)
 
 

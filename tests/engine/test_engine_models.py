@@ -11,7 +11,14 @@ from builders.engine_kit import ask, assert_at_rest, of, run, tokens
 from builders.tiny_models import write_tiny
 from transformers import AutoModelForCausalLM
 
-from pdserve.engine.api import ChoiceState, EngineConfig, Finished, PrefillComputed, PromptScored
+from pdserve.engine.api import (
+    ChoiceState,
+    ContextLengthExceeded,
+    EngineConfig,
+    Finished,
+    PrefillComputed,
+    PromptScored,
+)
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 from pdserve.engine.kv import pool_sizes
@@ -173,3 +180,14 @@ def test_a_measured_chunk_and_a_default_pool(engine_of: Maker) -> None:
     assert half.numerics_id != engine.numerics_id
     with pytest.raises(ValueError, match="step_tokens"):
         engine_of(step_tokens=40)
+
+
+def test_the_context_of_learned_positions_ends_with_their_table(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path, "gpt2", max_position_embeddings=48)
+    engine, card = build_engine(EngineConfig(model=str(path), kv_tokens=512, context_len=400))
+    assert card.context_len == 48
+    to_the_end = ask("a", range(40), max_tokens=None, ignore_eos=True)
+    assert len(tokens(run(engine, to_the_end))["a", 0]) == 8
+    with pytest.raises(ContextLengthExceeded, match="48"):
+        engine.submit(ask("b", range(49), max_tokens=1))
+    assert_at_rest(engine)

@@ -16,6 +16,7 @@ from oracles.native_parts import (
     HOLD,
     KV_HEADS,
     QKV,
+    REPLACE,
     VOCAB,
     Batch,
     Part,
@@ -113,7 +114,8 @@ def layers(draw: st.DrawFn) -> list[Part]:
     if draw(some):  # both read the unchanged stream
         return [*attend[:-1], HOLD, *feed[:-1], ADD_HELD]
     pieces = draw(st.permutations([attend, feed][: 1 + draw(some)]))
-    return [part for piece in pieces for part in piece]
+    replaced = [layer_norm(seed + 7), REPLACE] if draw(some) else []
+    return [*replaced, *(part for piece in pieces for part in piece)]
 
 
 def in_groups(lists: list[list[Part]]) -> tuple[list[list[Part]], int]:
@@ -139,7 +141,8 @@ def test_a_stack_equals_its_operations(
     lists, groups = in_groups([made(parts) for parts in (plain_layer(), *drawn)])
     rows = data.draw(st.sampled_from([1, 3, 33, 50]))
     lens = data.draw(st.lists(st.integers(1, 120 // rows + 5), min_size=rows, max_size=rows))
-    stack = stack_of(CONTEXTS[threads], lists)
+    added = data.draw(st.booleans())
+    stack = stack_of(CONTEXTS[threads], lists, added)
     own, other = pools(lists, rows), pools(lists, rows)
     stack.set_kv(own, "float32", BLOCK)
     old = [0] * rows
@@ -147,8 +150,10 @@ def test_a_stack_equals_its_operations(
         batch = Batch(old, new, step)
         count = batch.starts[-1]
         outputs = np.random.default_rng(step).permutation(count)[: data.draw(st.integers(1, count))]
-        want = one_by_one(lists, other, batch)[outputs]
-        assert run(stack, batch, outputs, groups).tobytes() == want.tobytes()
+        want = one_by_one(lists, other, batch, added)[outputs]
+        added_ids = batch.added_ids if added else None
+        got = run(stack, batch, outputs, groups, added_ids=added_ids)
+        assert got.tobytes() == want.tobytes()
         assert all(a.tobytes() == b.tobytes() for a, b in zip(own, other, strict=True))
         parts_of = {kind for parts in lists for kind, _ in parts}
         alone = step and threads > 1 and rows >= 16 * threads

@@ -125,6 +125,7 @@ WRONG_LISTS = (
         changed(4, rope_of_one_head(), linear(3, HIDDEN, 128)),
         r"part 4 \(rope\): it comes behind the attention, where rows are renumbered",
     ),
+    ([("xielu", {"a": 1.0, "b": 1.0, "beta": 1.0})], r"part 0 \(xielu\): eps is missing"),
     (
         changed(6, linear(1, 96, HIDDEN), experts(1)),
         r"part 7 \(experts\): inputs of 64, not 96",
@@ -240,6 +241,25 @@ def test_a_step_has_no_more_outputs_than_tokens() -> None:
     assert run(stack, batch, np.array([2, 2, 0])).shape == (3, HIDDEN)
     with pytest.raises(ValueError, match="more outputs than tokens"):
         run(stack, batch, np.zeros(2000, np.int64))
+
+
+def test_ids_of_an_added_embedding_are_checked() -> None:
+    stack, batch, outputs = ready([plain_layer()]), Batch([0], [3]), np.array([2])
+    only = "added_ids, if an added embedding is set, and only then"
+    with pytest.raises(ValueError, match=only):
+        run(stack, batch, outputs, added_ids=np.array([0, 1, 2]))
+    with pytest.raises(ValueError, match="embedding width"):
+        stack.set_added_embedding(values(1, 9, HIDDEN + 1))
+    stack.set_added_embedding(values(1, 9, HIDDEN))
+    assert run(stack, batch, outputs, added_ids=np.array([0, 8, 0])).shape == (1, HIDDEN)
+    for ids, message in (
+        (None, only),
+        (np.array([0, 1]), "one added id a token"),
+        (np.array([0, 9, 0]), "a row of the added embedding"),
+        (np.array([0, -1, 0]), "a row of the added embedding"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(stack, batch, outputs, added_ids=ids)
 
 
 def test_block_ids_are_checked_against_the_smallest_pool_of_a_group() -> None:

@@ -97,6 +97,16 @@ def test_gated(tokens: int, width: int, name: str, seed: int, dtype: torch.dtype
     assert torch.equal(fused, before), "an input was written"
 
 
+@given(SIZES, SIZES, SEEDS, DTYPES)
+@settings(max_examples=20)
+def test_xielu(tokens: int, width: int, seed: int, dtype: torch.dtype) -> None:
+    x = normal(seed, tokens, width, dtype=dtype) * 4
+    y = x.double()
+    below = 0.9 * (torch.exp(y.clamp(max=-1e-6)) - 1 - y)
+    formula = torch.where(y > 0, 0.7 * y**2, below) + 0.4 * y
+    close(reference.xielu(x, 0.7, 0.9, 0.4, -1e-6), formula)
+
+
 @given(SIZES, st.integers(1, 4), st.integers(1, 8), st.integers(0, 5), SEEDS, DTYPES)
 @settings(max_examples=40)
 def test_rope_rotates_pairs_by_their_angle(

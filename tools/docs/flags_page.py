@@ -39,7 +39,7 @@ EXAMPLES = {
 # The subject of each option of `pdserve up` and of a process, in the order of the page.
 SUBJECTS = {
     "Model and weights": (
-        *("model", "served_name", "alias", "any_model", "task", "pooling"),
+        *("model", "served_name", "alias", "any_model", "task", "pooling", "pool"),
         *("weights", "isq", "context_len"),
     ),
     "Devices and kernels": ("device", "threads", "kernels", "native_isa", "enforce_eager"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdserve.engine.checkpoints.gguf.mapping import (
     GgufMapping,
@@ -151,6 +152,7 @@ class GgufCheckpoint:
             self._tensors[hf_name] = place
         metadata = ReadMetadata(self._metadata)
         with _well_formed(path):
+            self._values = dict(_values(self._metadata, self._mapping))
             common = common_config(metadata, stored, factors)
             overrides = self._mapping.config(metadata)
         if unknown := metadata.unread_keys():
@@ -176,13 +178,17 @@ class GgufCheckpoint:
         return self._paths[:1]
 
     def names(self) -> Collection[str]:
-        return self._tensors.keys()
+        return self._tensors.keys() | self._values.keys()
 
     def layout(self, name: str) -> Layout:
+        if name in self._values:
+            return Layout("F32", self._values[name].shape)
         info = self._tensors[name][1]
         return Layout(info.format, info.shape)
 
     def tensor(self, name: str) -> RawTensor:
+        if name in self._values:
+            return RawTensor({VALUES: self._values[name]}, "F32", self._values[name].shape)
         if name not in self._tensors:
             raise unknown_tensor(name, self._tensors)
         raw = raw_tensor(*self._tensors[name], name)
@@ -195,6 +201,8 @@ class GgufCheckpoint:
         return raw
 
     def release(self, name: str) -> None:
+        if name in self._values:
+            return
         file, info = self._tensors[name]
         file.release(info.start, raw_tensor(file, info, name).nbytes)
 
@@ -216,6 +224,13 @@ class GgufCheckpoint:
             text = f"{self._paths[0]}: {key} is {name}: only mean and last are supported"
             raise CheckpointError(text)
         return StoredPooling(name, normalizes=True)  # llama.cpp normalizes all embeddings
+
+
+def _values(metadata: Metadata, mapping: GgufMapping) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Yield the names and values of the tensors that the file has as metadata."""
+    for key, (name, shape) in mapping.values.items():
+        for n, value in enumerate(metadata.get(key, ())):
+            yield name.replace("{n}", str(n)), np.full(shape, value, np.float32)
 
 
 @contextmanager

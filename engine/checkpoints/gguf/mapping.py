@@ -88,6 +88,8 @@ class GgufMapping:
     config: Callable[[Metadata], dict[str, Any]] = (
         no_config  # config.json entries beyond common ones
     )
+    # Tensors of one value per layer that the file has as metadata: key -> name and shape.
+    values: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     permuted: bool = False  # q and k rows are stored as (half, pair) interleaved for GGML's rope
     norm_offset: float = 0.0  # the file's norm weights minus Hugging Face's
 

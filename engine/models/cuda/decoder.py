@@ -27,6 +27,7 @@ from pdserve.engine.models.cuda.launches import LaunchedHeads, LaunchedNorm, Lau
 from pdserve.engine.models.cuda.step import InputBuffer, Run, StepInputs, upload
 from pdserve.engine.models.cuda.weights import DeviceWeights
 from pdserve.engine.models.layer import EMBEDDING, final_norm, head
+from pdserve.engine.models.positions import POSITIONS
 from pdserve.engine.models.rope import RopeConfig, RopeTable
 from pdserve.engine.models.torch_parts import Weights
 from pdserve.kernels.cuda.layer import Rotation
@@ -232,6 +233,7 @@ class CudaDecoder:
         self._embedding = device_weights.plain(EMBEDDING) if plain is None else plain
         # Rounded like the other weights, as in the training of the models.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
+        self._positions = device_weights.plain(POSITIONS) if config.positions else None
 
     @torch.inference_mode()
     def forward(self, batch: Batch[Ints], kv: KvCache) -> Tensor:
@@ -262,6 +264,8 @@ class CudaDecoder:
         residual = self._embedding.index_select(0, inputs.token_ids)
         if self._embed_scale != 1:
             residual = residual * self._embed_scale
+        if self._positions is not None:
+            residual = residual + self._positions.index_select(0, inputs.positions)
         pools = [kv.layer(n) for n in range(self.config.num_layers)]
         run = Run(residual, inputs, pools)
         for launch in self._launches[: self._num_kv_launches] if kv_only else self._launches:

@@ -24,8 +24,10 @@ from pdserve.engine.models.parts import (
     Part,
     Scale,
     SliceNorm,
+    Xielu,
 )
 from pdserve.engine.models.rope import RopeConfig
+from pdserve.engine.models.xielu import xielu_curve
 from pdserve.kernels.cuda.attention import HEAD_STEP, paged_attention
 from pdserve.kernels.cuda.layer import (
     HeadNorms,
@@ -37,6 +39,7 @@ from pdserve.kernels.cuda.layer import (
     gated,
     norm,
     prepare_heads,
+    xielu,
 )
 from pdserve.kernels.cuda.linear import SplitSums
 
@@ -77,6 +80,9 @@ def launch_of(part: Part, setup: LaunchSetup) -> Launch:
             return _gate(part)
         case Activate(activation=activation):
             return _mapped(lambda x: activated(x, activation))
+        case Xielu():
+            curve = xielu_curve(part, weights.stored)
+            return _mapped(lambda x: xielu(x, **curve))
         case Scale(factor=factor):
             return _mapped(lambda x: x * factor)  # rounded to x's dtype
         case Hold():

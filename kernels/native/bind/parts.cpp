@@ -204,6 +204,15 @@ const PartKind kKinds[] = {
      [](Fields& f, const Stack&) {
        return part<ActivatePart>(activation_of(f.word("activation")));
      }},
+    {XieluPart::kKind,
+     [](Fields& f, const Stack&) {
+       Xielu curve;
+       curve.a = f.number("a");
+       curve.b = f.number("b");
+       curve.beta = f.number("beta");
+       curve.eps = f.number("eps");
+       return part<XieluPart>(curve);
+     }},
     {ExpertsPart::kKind,
      [](Fields& f, const Stack&) {
        auto router = f.matrices("router");

@@ -102,6 +102,17 @@ static void activated(const float* x, Activation kind, int64_t cols, float* y) {
   }
 }
 
+// xIELU (arXiv:2411.13010): a x^2 + beta x above 0, else b (e^min(x, eps) - 1 - x) + beta x.
+static void xielu(const float* x, const Xielu& curve, int64_t cols, float* y) {
+  each_vector(cols, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    F v = load_some(x + i, n);
+    F above = mul(mul(v, v), set1(curve.a));
+    F power = exp(min(set1(curve.eps), v));  // min returns its second operand for NaN
+    F below = mul(sub(sub(power, set1(1.0f)), v), set1(curve.b));
+    store_some(y + i, fma(v, set1(curve.beta), select(less(zero(), v), above, below)), n);
+  });
+}
+
 static void sigmoid(float* y, int64_t cols) {
   each_vector(cols, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
     store_some(y + i, sigmoid(load_some(y + i, n)), n);

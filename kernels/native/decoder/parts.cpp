@@ -193,6 +193,10 @@ void ActivatePart::row(const Step& step, const Rows&, int64_t, const float* x, f
   step.kernels.activated(x, activation_, size_, y);
 }
 
+void XieluPart::row(const Step& step, const Rows&, int64_t, const float* x, float* y) const {
+  step.kernels.xielu(x, curve_, size_, y);
+}
+
 void ScalePart::row(const Step& step, const Rows&, int64_t, const float*, float* y) const {
   step.kernels.scale(y, factor_, size_);
 }

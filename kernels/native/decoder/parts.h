@@ -204,6 +204,23 @@ class ActivatePart : public Part {
   int64_t size_ = 0;
 };
 
+// xIELU of the row.
+class XieluPart : public Part {
+ public:
+  static constexpr const char* kKind = "xielu";
+  explicit XieluPart(Xielu curve) : curve_(curve) {}
+
+  const char* kind() const override { return kKind; }
+  Writes writes() const override { return Writes::kAnywhere; }
+  int64_t fit(int64_t inputs) override { return size_ = inputs; }
+  void row(const Step& step, const Rows& rows, int64_t row, const float* x,
+           float* y) const override;
+
+ private:
+  Xielu curve_;
+  int64_t size_ = 0;
+};
+
 // The row multiplied by a number.
 class ScalePart : public Part {
  public:

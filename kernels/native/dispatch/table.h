@@ -13,6 +13,11 @@ namespace pdserve {
 // The last is for gates only.
 enum class Activation : int { kSilu, kGeluTanh, kGelu, kRelu2, kSwigluOai };
 
+// The numbers of an xIELU activation.
+struct Xielu {
+  float a = 0, b = 0, beta = 0, eps = 0;
+};
+
 struct Kernels {
   const char* isa;
 
@@ -33,9 +38,10 @@ struct Kernels {
   // y = (x - mean) / deviation * weight + bias; bias may be null.
   void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps,
                      int64_t cols, float* y);
-  // y[i] = activation(gate[i]) * up[i]; y[i] = activation(x[i]).
+  // y[i] = activation(gate[i]) * up[i]; y[i] = activation(x[i]); y[i] = xIELU(x[i]).
   void (*gated)(const float* gate, const float* up, Activation kind, int64_t cols, float* y);
   void (*activated)(const float* x, Activation kind, int64_t cols, float* y);
+  void (*xielu)(const float* x, const Xielu& curve, int64_t cols, float* y);
   // y[i] = 1 / (1 + e^-y[i]); y[i] = e^y[i]: in place.
   void (*sigmoid)(float* y, int64_t cols);
   void (*exponential)(float* y, int64_t cols);

@@ -17,6 +17,7 @@ struct Case {
   float soft_cap;
   bool sinks = false;
   int64_t latent = 0;  // number of last values of a key that are its value
+  bool causal = true;
 
   int64_t value_dim() const { return latent ? latent : head_dim; }
 };
@@ -102,6 +103,8 @@ void attend(const Kernels& kernels, const Sequence& s, const KvLayer& kv, int64_
   task.group = s.shape.group;
   task.tokens = count;
   task.position = s.shape.position + from;
+  task.keys = s.length;
+  task.causal = s.shape.causal;
   task.window = s.shape.window;
   task.scale = 1 / std::sqrt(static_cast<float>(s.shape.head_dim));
   task.soft_cap = s.shape.soft_cap;
@@ -125,8 +128,10 @@ void check_softmax(const Sequence& s, const float* out) {
   const Case& c = s.shape;
   const int64_t row = c.kv_heads * c.head_dim;
   for (int64_t t = 0; t < c.tokens; ++t) {
-    const int64_t end = c.position + t + 1;
-    const int64_t begin = c.window ? std::max<int64_t>(0, end - c.window) : 0;
+    const int64_t own = c.position + t;
+    const int64_t begin = c.window ? std::max<int64_t>(0, own + 1 - c.window) : 0;
+    int64_t end = own + 1;
+    if (!c.causal) end = c.window ? std::min(s.length, own + c.window) : s.length;
     for (int64_t h = 0; h < c.kv_heads * c.group; ++h) {
       const int64_t query = t * s.width + h * c.head_dim, key = h / c.group * c.head_dim;
       std::vector<double> mean(c.value_dim());
@@ -195,6 +200,7 @@ void check_case(Random& random, const Case& c) {
     batch.kv_lens = kv_lens.data();
     batch.scale = 1 / std::sqrt(static_cast<float>(c.head_dim));
     batch.window = c.window;
+    batch.causal = c.causal;
     batch.soft_cap = c.soft_cap;
     batch.sinks = c.sinks ? s.sinks.data() : nullptr;
     const bool many_heads = c.group > 32;  // more per thread than one piece has
@@ -230,6 +236,8 @@ void test_attention() {
         {type, 2, 4, 80, 32, 130, 1, 0, 2, true, 64},
         {type, 1, 50, 36, 16, 130, 1, 0, 0, true, 28},  // one sequence: the heads are divided
         {type, 1, 50, 20, 16, 70, 1, 30, 0, true},
+        {type, 1, 2, 64, 16, 0, 150, 0, 0, false, 0, false},  // not causal
+        {type, 2, 2, 24, 32, 0, 90, 9, 5, true, 0, false},    // and with a window
     };
     for (const Case& c : cases) {
       if (runs(number++)) check_case(random, c);

@@ -19,12 +19,20 @@ constexpr int64_t kHidden = 64, kHeads = 4, kDim = 32, kLatent = 24, kVocabulary
 constexpr int64_t kBlockSize = 16, kWidth = 6;  // blocks of a sequence
 constexpr int64_t kExperts = 48, kTopK = 6;
 
-Matrix matrix(Random& random, int64_t rows, int64_t cols) {
+std::vector<float> numbers(Random& random, int64_t rows, int64_t cols) {
   std::vector<float> values(static_cast<size_t>(rows * cols));
   fill(random, values.data(), rows * cols, 2 / std::sqrt(static_cast<float>(cols)));
+  return values;
+}
+
+Matrix packed(const std::vector<float>& values, int64_t rows, int64_t cols) {
   Pool alone(1);
   return pack(alone, stored_format("F32"), reinterpret_cast<const uint8_t*>(values.data()),
               rows * cols * 4, rows, cols);
+}
+
+Matrix matrix(Random& random, int64_t rows, int64_t cols) {
+  return packed(numbers(random, rows, cols), rows, cols);
 }
 
 // Returns a Q8_0 matrix, whose inputs are encoded.
@@ -133,7 +141,8 @@ struct Model {
     }
   }
 
-  // Runs tokens [begins[r], ends[r]) of each sequence; returns hidden states and logits of all.
+  // Runs tokens [begins[r], ends[r]) of each sequence; returns hidden states and logits of all. An
+  // added embedding has a row for each token of the vocabulary.
   std::vector<float> step(const std::vector<int64_t>& begins, const std::vector<int64_t>& ends) {
     std::vector<int64_t> ids, positions, starts{0}, slots, table, outputs;
     for (size_t r = 0; r < begins.size(); ++r) {
@@ -151,6 +160,7 @@ struct Model {
     batch.tokens = batch.num_outputs = static_cast<int64_t>(ids.size());
     batch.rows = static_cast<int64_t>(begins.size());
     batch.token_ids = ids.data();
+    if (!stack.added.empty()) batch.added_ids = ids.data();
     batch.positions = positions.data();
     batch.starts = starts.data();
     batch.kv_lens = ends.data();
@@ -208,6 +218,20 @@ void check_shares(const Kernels& target) {
     check_bits(target, threads, model.step(ones, twos), next);
     CHECK(model.stack.shares() == threads, "%d shares", static_cast<int>(model.stack.shares()));
   }
+}
+
+// An added embedding gives the bits of an embedding that holds the sums.
+void check_added(const Kernels& target, Random& random) {
+  const std::vector<float> own = numbers(random, kVocabulary, kHidden);
+  const std::vector<float> more = numbers(random, kVocabulary, kHidden);
+  std::vector<float> sums = own;
+  for (size_t i = 0; i < sums.size(); ++i) sums[i] += more[i];
+  Model plain(target, 2, false, 1), added(target, 2, false, 1);
+  plain.stack.embedding = packed(sums, kVocabulary, kHidden);
+  added.stack.embedding = packed(own, kVocabulary, kHidden);
+  added.stack.added = more;
+  check_bits(target, 2, added.step({0}, {45}), plain.step({0}, {45}));
+  check_bits(target, 2, added.step({45}, {46}), plain.step({45}, {46}));
 }
 
 // The calls of `counting` by group: the tiles, and the number of rows times tiles per call.
@@ -276,6 +300,7 @@ void test_decoder() {
   for (const Kernels* target : targets()) {
     check_mixture(*target);
     check_shares(*target);
+    check_added(*target, random);
   }
 }
 

@@ -10,6 +10,7 @@ namespace {
 const float kAwkward[] = {0.0f, -0.0f, 88.8f, -88.8f, 1e-40f, -104.0f, 1e30f, -1e30f,
                           INFINITY, -INFINITY, NAN, 20.0f};
 constexpr float kCap = 30.0f;
+constexpr Xielu kCurve = {0.7f, 0.9f, 0.4f, -1e-6f};
 
 // Rows of one length; awkward numbers are not compared with formulas.
 struct Rows {
@@ -29,7 +30,7 @@ struct Rows {
 Guarded<float> apply(const Kernels& kernels, const Rows& in) {
   const int64_t cols = in.a.size();
   const float *a = in.a.data(), *b = in.b.data(), *c = in.c.data();
-  Guarded<float> out(14 * cols);
+  Guarded<float> out(15 * cols);
   float* y = out.data();
   kernels.rms_norm(a, nullptr, c, 1e-5f, cols, nullptr, y);
   kernels.rms_norm(a, b, c, 1e-5f, cols, y + cols, y + 2 * cols);
@@ -45,6 +46,7 @@ Guarded<float> apply(const Kernels& kernels, const Rows& in) {
   kernels.activated(a, Activation::kGeluTanh, cols, y + 11 * cols);
   kernels.gated(a, b, Activation::kSwigluOai, cols, y + 12 * cols);
   kernels.activated(a, Activation::kRelu2, cols, y + 13 * cols);
+  kernels.xielu(a, kCurve, cols, y + 14 * cols);
   return out;
 }
 
@@ -62,6 +64,7 @@ void check_formulas(const Rows& in, const Guarded<float>& out) {
     const double cubic = 0.79788456080286536 * (a + 0.044715 * a * a * a);
     const double cut = std::min(a, 7.0), glu = cut / (1 + std::exp(-1.702 * cut));
     const double tanh_gelu = 0.5 * a * (1 + std::tanh(cubic));
+    const double below = kCurve.b * (std::expm1(std::min<double>(a, kCurve.eps)) - a);
     const double want[] = {a / std::sqrt(own / cols + 1e-5) * c,
                            a + b,
                            (a + b) / std::sqrt(summed / cols + 1e-5) * c,
@@ -75,8 +78,9 @@ void check_formulas(const Rows& in, const Guarded<float>& out) {
                            (a - mean) / std::sqrt(variance + 1e-5) * c,
                            tanh_gelu,
                            glu * (std::clamp(b, -7.0, 7.0) + 1),
-                           a > 0 ? a * a : 0};
-    for (int k = 0; k < 14; ++k) {
+                           a > 0 ? a * a : 0,
+                           (a > 0 ? kCurve.a * a * a : below) + kCurve.beta * a};
+    for (int k = 0; k < 15; ++k) {
       float got = out[k * cols + i];
       CHECK(std::fabs(got - want[k]) <= 2e-5 * (1 + std::fabs(want[k])),
             "operation %d of %a, %a: %g, not %g", k, a, b, got, want[k]);

@@ -250,6 +250,16 @@ def test_a_gpt_oss_file_without_rope_scaling_gets_none(tmp_path: Path) -> None:
     assert find_mapping("gpt-oss")[1].config(metadata)["rope_theta"] == 10_000
 
 
+def test_the_learned_activations_of_apertus_are_metadata(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "apertus")
+    file = write_gguf(folder, tmp_path / "m.gguf")
+    load_model(EngineConfig(model=str(file)), lambda *_: None)
+    key = b"xielu.alpha_p"
+    file.write_bytes(file.read_bytes().replace(key, key.replace(b"p", b"q")))
+    with pytest.raises(CheckpointError, match=r"missing 3 tensors: .*0\.mlp\.act_fn\.alpha_p"):
+        load_model(EngineConfig(model=str(file)), lambda *_: None)
+
+
 def test_multi_token_prediction_layers_are_left_out(
     subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -138,6 +138,18 @@ def test_checkpoints_of_gpt_neox(tmp_path: Path) -> None:
     assert_same_tensors(other, plain)
 
 
+def test_checkpoints_of_gpt2(tmp_path: Path) -> None:
+    """Those that were saved without a head lack a prefix, and the first ones store masks."""
+    plain, other = (write_tiny(tmp_path / name, "gpt2") for name in ("plain", "other"))
+    tensors = load_file(other / "model.safetensors")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    save_file(tensors, other / "model.safetensors")
+    assert_same_tensors(other, plain)
+    masks = {"h.1.attn.bias": torch.ones(1, 1, 4, 4), "h.1.attn.masked_bias": torch.zeros(())}
+    save_file(tensors | masks, other / "model.safetensors")
+    load(other)
+
+
 def test_biases_of_zeros_of_cohere2_are_left_out(tmp_path: Path) -> None:
     """Its config states none; others than zeros are refused."""
     folder = write_tiny(tmp_path, "cohere2")

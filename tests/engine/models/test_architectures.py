@@ -87,6 +87,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_neox-in-turn": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "apertus-biases": ("apertus", {"attention_bias": True, "rope_parameters": None}),
+    "gpt2-untied": (
+        "gpt2",
+        {"tie_word_embeddings": False, "n_inner": None, "scale_attn_weights": False},
+    ),
     "phi-tied": ("phi", {"tie_word_embeddings": True}),
     "phi3-no-window": ("phi3", {"sliding_window": None}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),

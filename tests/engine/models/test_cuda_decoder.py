@@ -25,9 +25,11 @@ def sizes(arch: str) -> dict[str, Any]:
     """Return sizes that the kernels accept: heads of a multiple of 16 values."""
     if arch in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
         return LATENT
-    return {"stablelm": {}, "mistral": {"sliding_window": 9, "head_dim": 16}}.get(
-        arch, {"head_dim": 16}
-    )
+    return {
+        "stablelm": {},
+        "gpt2": {"hidden_size": 48},
+        "mistral": {"sliding_window": 9, "head_dim": 16},
+    }.get(arch, {"head_dim": 16})
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from pdserve.engine.architectures import parse_config
-from pdserve.engine.models import ExpertRouting, LatentAttention, MixtureOfExperts, ModelConfig
+from pdserve.engine.models import (
+    ExpertRouting,
+    LatentAttention,
+    LearnedPositions,
+    MixtureOfExperts,
+    ModelConfig,
+    UnsupportedModel,
+)
 from pdserve.engine.models.rope import RopeConfig
 
 YI = {
@@ -238,6 +245,43 @@ GPT_NEOX_20B = {
     "tie_word_embeddings": False,
     "vocab_size": 50432,
 }
+GPT2 = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "layer_norm_epsilon": 1e-05,
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
+APERTUS_8B = {
+    "architectures": ["ApertusForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "xielu",
+    "hidden_size": 4096,
+    "intermediate_size": 21504,
+    "max_position_embeddings": 65536,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "post_norm": False,
+    "qk_norm": True,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+        "type": "llama3",
+    },
+    "rope_theta": 12000000,
+    "tie_word_embeddings": False,
+    "vocab_size": 131072,
+}
 COMMAND_R = {
     "architectures": ["CohereForCausalLM"],
     "attention_bias": False,
@@ -351,6 +395,33 @@ def test_gpt_neox_20b() -> None:
     assert config.activation == "gelu_tanh"
     assert {layer.rope for layer in config.layers} == {RopeConfig(1e4, 24)}
     assert config.parallel
+
+
+def test_gpt2() -> None:
+    config = parse_config(GPT2)
+    assert shapes(config) == (12, 12, 12, 64)
+    assert (config.context_len, config.positions) == (1024, LearnedPositions(1024))
+    assert (config.hidden_size, config.ffn_size, config.tied_head) == (768, 3072, True)
+    assert (config.norm_eps, config.activation) == (1e-5, "gelu_tanh")
+    assert {layer.rope for layer in config.layers} == {None}
+    assert parse_config(GPT2 | {"n_inner": 8192}).ffn_size == 8192
+    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        with pytest.raises(UnsupportedModel, match=f"config field {key}=True is not supported"):
+            parse_config(GPT2 | {key: True})
+
+
+def test_apertus_8b() -> None:
+    config = parse_config(APERTUS_8B)
+    assert shapes(config) == (32, 32, 8, 128)
+    assert (config.qk_norm, config.norm_eps, config.ffn_size) == ("head", 1e-5, 21504)
+    without_rope = {key: x for key, x in APERTUS_8B.items() if not key.startswith("rope")}
+    assert parse_config(without_rope) == config  # transformers has the same defaults
+    unscaled = {"rope_scaling": None, "rope_theta": 1e4}  # of a GGUF file without factors
+    assert {layer.rope for layer in parse_config(without_rope | unscaled).layers} == {
+        RopeConfig(1e4, 128)
+    }
+    with pytest.raises(UnsupportedModel, match="config field hidden_act='silu': expected xielu"):
+        parse_config(APERTUS_8B | {"hidden_act": "silu"})
 
 
 def test_command_r_has_the_context_of_its_tokenizer() -> None:

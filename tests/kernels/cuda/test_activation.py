@@ -5,7 +5,7 @@ import torch
 from fakes import triton_interpreter as _  # noqa: F401  (before kernels run)
 
 from pdserve.kernels import reference
-from pdserve.kernels.cuda.layer import activated, gated
+from pdserve.kernels.cuda.layer import activated, gated, xielu
 
 pytestmark = pytest.mark.kernels
 
@@ -28,6 +28,18 @@ def test_activation(shape: tuple[int, int], dtype: torch.dtype, most: float, kin
     if kind != "swiglu_oai":
         formula = reference.activated(x.double(), kind)
         assert (activated(x, kind).double() - formula).norm() <= most * formula.norm()
+
+
+@pytest.mark.parametrize(("dtype", "most"), DTYPES)
+def test_xielu(dtype: torch.dtype, most: float) -> None:
+    curve = {"a": 0.7, "b": 0.9, "beta": 0.4, "eps": -1e-6}
+    for shape in SHAPES:
+        draw = torch.Generator().manual_seed(sum(shape))
+        x = (torch.randn(shape, generator=draw) * 5).to(dtype)
+        formula = reference.xielu(x.float(), **curve)
+        ours = xielu(x, **curve)
+        assert (ours.dtype, ours.shape) == (dtype, shape)
+        assert (ours.float() - formula).norm() <= most * formula.norm()
 
 
 def test_saturated_activations_are_finite() -> None:

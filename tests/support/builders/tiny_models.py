@@ -81,6 +81,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "arcee": {},
     "gpt_neox": {"head_dim": 32, "hidden_size": 96, "num_key_value_heads": 3},
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "granite": {
         "head_dim": 16,
         "embedding_multiplier": 3.0,
@@ -90,8 +91,14 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "glm4": {"head_dim": 24},
     "seed_oss": {"attention_out_bias": True},
+    "gpt2": {
+        "head_dim": 24,
+        "hidden_size": 72,
+        "num_key_value_heads": 3,
+        "n_inner": 96,
+        "tie_word_embeddings": True,
+    },
     "starcoder2": {"head_dim": 16, "num_attention_heads": 3, "sliding_window": 11},
-    "apertus": {},
     "mixtral": {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen2_moe": {
         "head_dim": 16,
@@ -219,6 +226,7 @@ _CLASSES = {
     "arcee": ("Arcee", "Arcee"),
     "gpt_neox": ("GPTNeoX", "GPTNeoX"),
     "apertus": ("Apertus", "Apertus"),
+    "gpt2": ("GPT2", "GPT2"),
     "mixtral": ("Mixtral", "Mixtral"),
     "qwen2_moe": ("Qwen2Moe", "Qwen2Moe"),
     "qwen3_moe": ("Qwen3Moe", "Qwen3Moe"),
@@ -230,8 +238,10 @@ _CLASSES = {
     "gpt_oss": ("GptOss", "GptOss"),
     "gemma3": ("Gemma3Text", "Gemma3"),
 }
+NORM_WEIGHTS = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
+_HEADS = {"gpt2": "LMHeadModel"}  # how the name of the model class ends if not with ForCausalLM
 _NAMES = {"internlm3": "InternLM3ForCausalLM"}  # of releases, without a class in transformers
-ADDED = ("apertus", "starcoder2")  # by tests, from outside
+ADDED = ("starcoder2",)  # by a test, from outside
 ARCHITECTURES = tuple(arch for arch in _OWN if arch not in ADDED)
 
 # Differences in attention, experts and cache: windows, soft caps, experts, latents, sinks.
@@ -329,14 +339,14 @@ def write_tiny(
     *,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
-    head: str = "ForCausalLM",
+    head: str = "",
     **overrides: Any,
 ) -> Path:
     """Write a tiny random model to the folder `path` and return it.
 
     `overrides` are fields of the transformers config (`rope_parameters`, `num_hidden_layers`, ...).
-    `max_shard_size` ("20KB") splits the safetensors. `head` ends the name of the class. The same
-    arguments give the same bytes.
+    `max_shard_size` ("20KB") splits the safetensors. `head` ends the name of the model class;
+    empty: that of the class that generates text. The same arguments give the same bytes.
     """
     if arch in _INSIDE:
         inner, kind, own, classes, vision = _INSIDE[arch]
@@ -354,7 +364,7 @@ def write_tiny(
         config_name, model_name = _CLASSES[arch]
         config_class = getattr(transformers, f"{config_name}Config")
         config = config_class(**{**_COMMON, **_OWN[arch], **overrides})
-        model_class = getattr(transformers, f"{model_name}{head}")
+        model_class = getattr(transformers, model_name + (head or _HEADS.get(arch, "ForCausalLM")))
     model = model_class(config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
@@ -362,7 +372,7 @@ def write_tiny(
         scale = 0.3 if parameter.dim() == 1 else 1.2 * parameter.shape[-1] ** -0.5
         noise = torch.randn(parameter.shape, generator=generator) * scale
         gemma = arch.startswith("gemma")  # its norms multiply by 1 + weight
-        centre = 1.0 if name.endswith("norm.weight") and not gemma else 0.0
+        centre = 1.0 if name.endswith(NORM_WEIGHTS) and not gemma else 0.0
         parameter.data.copy_(noise + centre)
     for name, buffer in sorted(model.named_buffers()):
         if name.endswith("e_score_correction_bias"):  # of experts: changes choices

@@ -44,6 +44,8 @@ ARCHS = {
     "Cohere2ForCausalLM": "cohere2",
     "ArceeForCausalLM": "arcee",
     "GPTNeoXForCausalLM": "gptneox",
+    "ApertusForCausalLM": "apertus",
+    "GPT2LMHeadModel": "gpt2",
     "GraniteForCausalLM": "granite",
     "Glm4ForCausalLM": "glm4",
     "SeedOssForCausalLM": "seed_oss",
@@ -57,12 +59,20 @@ ARCHS = {
     "DeepseekV3ForCausalLM": "deepseek2",
     "Glm4MoeLiteForCausalLM": "deepseek2",
 }
+GPT2 = {  # its names of fields that the others have
+    "n_embd": "hidden_size",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "layer_norm_eps",
+}
 # For these the converter writes that scores are sigmoids: it knows it of GLM 4.5, and the configs
 # of the other two state it. The config of GLM 4.7 Flash does not.
 SIGMOID = ("Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "DeepseekV3ForCausalLM")
 # For these the converter writes which layers have a window.
 WINDOW_PATTERNS = ("Gemma3ForCausalLM", "Olmo3ForCausalLM", "Exaone4ForCausalLM")
-LAYER = re.compile(r"(?:model|gpt_neox)\.layers\.(\d+)\.")
+LAYER = re.compile(r"(?:model\.layers|gpt_neox\.layers|transformer\.h)\.(\d+)\.")
 MTP = re.compile(
     r"model\.layers\.(\d+)\."
     r"(eh_proj|embed_tokens|enorm|hnorm|shared_head\.head|shared_head\.norm)\.weight"
@@ -72,6 +82,8 @@ HEAD_NORM = re.compile(r"(model\.layers\.\d+\.self_attn\.[qk]_layernorm)\.norms\
 GPT_OSS = re.compile(
     r"(model\.layers\.\d+\.)(mlp\.experts\.gate_up_proj|mlp\.experts\.down_proj|self_attn\.sinks)(_bias|)"
 )
+XIELU = re.compile(r"model\.layers\.\d+\.mlp\.act_fn\.(\w+)")  # parameters of a layer
+TRANSPOSED = re.compile(r"transformer\.h\.\d+\.\w+\.c_\w+\.weight")
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 # The converter permutes q and k of PERMUTED for rope over neighbours, and adds one to the norms of
 # NORMS_PLUS_ONE.
@@ -101,6 +113,7 @@ def write_gguf(
     "tokenizer.ggml.pre" replaces the default one.
     """
     config = json.loads((source / "config.json").read_text())
+    config |= {name: config[own] for own, name in GPT2.items() if own in config}
     stored: dict[str, torch.Tensor] = {}
     for file in sorted(source.glob("*.safetensors")):
         stored |= load_file(file)
@@ -185,6 +198,8 @@ def _write_config(
         writer.add_sliding_window(config["sliding_window"])
     if config["architectures"] == ["Gemma2ForCausalLM"]:  # as for Gemma 3 below
         assert config["query_pre_attn_scalar"] == head_dim
+    if config["architectures"] == ["GPT2LMHeadModel"]:
+        return  # it has no rope
     rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
     if config["architectures"] == ["Gemma3ForCausalLM"]:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
@@ -317,6 +332,7 @@ def _write_tensors(
     generator = np.random.default_rng(0)
     # Of experts and norms of heads: merged name -> number -> name.
     stacks: dict[str, dict[int, str]] = {}
+    learned: dict[str, list[float]] = {}  # of activations: parameter -> values of the layers
     for hf_name, tensor in stored.items():
         values = tensor.float().numpy()
         if gpt_oss := GPT_OSS.fullmatch(hf_name):
@@ -330,6 +346,10 @@ def _write_tensors(
         if head_norm := HEAD_NORM.fullmatch(hf_name):
             stacks.setdefault(f"{head_norm[1]}.weight", {})[int(head_norm[2])] = hf_name
             continue
+        if xielu := XIELU.fullmatch(hf_name):
+            learned.setdefault(xielu[1], []).append(tensor.item())
+            held[hf_name] = tensor
+            continue
         if absorbed and hf_name.endswith("kv_b_proj.weight"):
             held[hf_name] = _add_kv_b(writer, names, hf_name, values, config, kind, generator)
             continue
@@ -342,6 +362,9 @@ def _write_tensors(
         name = names.get_name(request, try_suffixes=(".weight", ".bias"))
         if mtp := MTP.fullmatch(hf_name):  # not in the table of each architecture that has them
             name = f"blk.{mtp[1]}.nextn.{mtp[2].replace('.', '_')}.weight"
+        transposed = TRANSPOSED.fullmatch(hf_name)
+        if transposed:
+            values = np.ascontiguousarray(values.T)
         if hf_name.endswith("shared_expert_gate.weight"):  # as most files have it
             values = values[0]
         assert name is not None, hf_name
@@ -357,11 +380,15 @@ def _write_tensors(
         values = _add(writer, name, values, kind, generator)
         if permuted:
             values = _permute_back(values, heads)
+        if transposed:
+            values = values.T
         if in_turn:
             values = _swapped(values, 3, config["num_attention_heads"])
         if arch in NORMS_PLUS_ONE and hf_name.endswith("norm.weight"):
             values = values - 1
         held[hf_name] = torch.from_numpy(np.ascontiguousarray(values))
+    for parameter, of_layers in learned.items():
+        getattr(writer, f"add_xielu_{parameter}")(of_layers)
     for merged, of_experts in stacks.items():
         stack = np.stack([stored[of_experts[n]].float().numpy() for n in sorted(of_experts)])
         name = names.get_name(merged, try_suffixes=(".weight",))

@@ -143,7 +143,9 @@ def reorder(seed: int, size: int) -> Part:
     return "reorder", {"order": np.random.default_rng(seed).permutation(size)}
 
 
+ADDED = values(11, 40, HIDDEN)  # an embedding that is added to that of the tokens
 ADD: Part = ("add", {"held": 0})
+REPLACE: Part = ("replace", {})
 HOLD: Part = ("hold", {})
 ADD_HELD: Part = ("add", {"held": 1})
 
@@ -174,6 +176,7 @@ class Batch:
     starts: list[int] = field(init=False)
     kv_lens: list[int] = field(init=False)
     ids: Ids = field(init=False)
+    added_ids: Ids = field(init=False)  # rows of ADDED
     positions: Ids = field(init=False)
     table: Ids = field(init=False)
     slots: Ids = field(init=False)
@@ -185,6 +188,7 @@ class Batch:
         self.kv_lens = [a + b for a, b in zip(self.old, self.new, strict=True)]
         rng = np.random.default_rng(self.seed)
         self.ids = rng.integers(0, VOCAB, self.starts[-1])
+        self.added_ids = rng.integers(0, len(ADDED), self.starts[-1])
         spans = [np.arange(a, a + b) for a, b in zip(self.old, self.new, strict=True)]
         self.positions = np.concatenate(spans)
         rows = len(self.new)
@@ -212,11 +216,13 @@ def head() -> native.Matrix:
 LAST = norm(9)
 
 
-def stack_of(context: native.Context, lists: list[list[Part]]) -> native.Stack:
+def stack_of(context: native.Context, lists: list[list[Part]], added: bool = False) -> native.Stack:
     stack = native.Stack(
         context, hidden=HIDDEN, embed_scale=1.5, logit_scale=1.0, logit_soft_cap=0.0
     )
     stack.set_embedding(embedding())
+    if added:
+        stack.set_added_embedding(ADDED)
     stack.set_rope(0, COS, SIN)
     for parts in lists:
         stack.add_layer(parts)
@@ -225,12 +231,17 @@ def stack_of(context: native.Context, lists: list[list[Part]]) -> native.Stack:
 
 
 def run(
-    stack: native.Stack, batch: Batch, outputs: Ids, groups: int = 1, kv_only: bool = False
+    stack: native.Stack,
+    batch: Batch,
+    outputs: Ids,
+    groups: int = 1,
+    kv_only: bool = False,
+    added_ids: Ids | None = None,
 ) -> Floats:
     tables, slots = [batch.table] * groups, [batch.slots] * groups
     ids, positions = batch.ids, batch.positions
     return stack.forward(
-        ids, positions, batch.starts, batch.kv_lens, tables, slots, outputs, kv_only
+        ids, positions, batch.starts, batch.kv_lens, tables, slots, outputs, kv_only, added_ids
     )
 
 
@@ -240,10 +251,14 @@ def product(x: Floats, matrices: list[native.Matrix], bias: Floats | None = None
     return out
 
 
-def one_by_one(lists: list[list[Part]], kv: list[NDArray[np.uint8]], batch: Batch) -> Floats:
+def one_by_one(
+    lists: list[list[Part]], kv: list[NDArray[np.uint8]], batch: Batch, added: bool = False
+) -> Floats:
     """Return final hidden states of all tokens, by the single operations on a separate thread."""
     stream = embedding().row_values(ONE, batch.ids)
     stream *= np.float32(1.5)
+    if added:
+        stream += ADDED[batch.added_ids]
     for parts, pool in zip(lists, kv, strict=True):
         x = stream
         held = np.zeros_like(stream)
@@ -252,6 +267,8 @@ def one_by_one(lists: list[list[Part]], kv: list[NDArray[np.uint8]], batch: Batc
                 x, held = stream, x
             elif kind == "add":
                 x = stream = (stream + held if fields["held"] else stream) + x
+            elif kind == "replace":
+                stream = x
             else:
                 x = operation(kind, fields, x, pool, batch)
     return operation(*LAST, stream, None, batch)

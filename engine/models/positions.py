@@ -1,5 +1,5 @@
-"""Settings of an encoder, whose attention sees later tokens too, and the learned embeddings of
-positions and token types that it adds to those of tokens."""
+"""Learned positions: embeddings of positions, and of token types, that are added to those of
+tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,32 +8,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-POSITIONS, TYPES = "model.position_embeddings.weight", "model.token_type_embeddings.weight"
-EMBEDDING_NORM = "model.embedding_norm"
+POSITIONS, TYPES = "model.embed_positions.weight", "model.embed_token_types.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class LearnedPositions:
-    """Embeddings of positions, and of token types, which tell the texts of a pair apart: 0 for a
-    text alone."""
+    """Embeddings of positions. Token types tell the texts of a pair apart: 0 for a text alone."""
 
     num_positions: int
-    num_types: int
+    num_types: int = 0  # rows of the embeddings of token types; 0: there are none
     first: int = 0  # row of the stored table that belongs to position 0
     separator: int | None = None  # id of the token that ends the first text of a pair
 
     def shapes(self, hidden_size: int) -> Mapping[str, tuple[int, ...]]:
         """Return the names and shapes of the tensors, in the order of loading."""
-        return {
-            POSITIONS: (self.first + self.num_positions, hidden_size),
-            TYPES: (self.num_types, hidden_size),
-        }
+        shapes = {POSITIONS: (self.first + self.num_positions, hidden_size)}
+        if self.num_types:
+            shapes[TYPES] = (self.num_types, hidden_size)
+        return shapes
 
     def table(self, vectors: Callable[[str], NDArray[np.float32]]) -> NDArray[np.float32]:
-        """Return what is added to the embedding of a token, float32 [types * positions, hidden].
-        `vectors` returns a tensor by name."""
-        positions, types = vectors(POSITIONS)[self.first :], vectors(TYPES)
-        return np.concatenate([positions + one for one in types])
+        """Return what is added to the embedding of a token, float32 [rows, hidden]: a row for each
+        position, or for each type and position. `vectors` returns a tensor by name."""
+        positions = vectors(POSITIONS)[self.first :]
+        if not self.num_types:
+            return positions
+        return np.concatenate([positions + one for one in vectors(TYPES)])
 
     def rows(self, token_ids: Ints, positions: Ints, starts: Sequence[int]) -> Ints:
         """Return the table's row of each token of a batch, int64 [tokens]. The tokens of a text
@@ -46,12 +46,3 @@ class LearnedPositions:
         own = before - np.repeat(before[begins], np.diff(starts))
         rows: Ints = positions + self.num_positions * np.minimum(own, self.num_types - 1)
         return rows
-
-
-@dataclass(frozen=True, slots=True)
-class Encoder:
-    """In what an encoder differs from a decoder, besides that its attention sees later tokens: the
-    first layer begins with a norm of the embeddings, which replaces the residual stream."""
-
-    positions: LearnedPositions | None = None  # None: rope
-    post_norm: bool = False  # every norm replaces the residual stream
