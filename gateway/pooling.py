@@ -14,8 +14,8 @@ from operator import mul
 from struct import pack
 from typing import TypeVar
 
-from pdserve.gateway.abilities import pooling_of
 from pdserve.gateway.admission import AdmittedRequest
+from pdserve.gateway.capabilities import pooling_of
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.metrics import RequestMetrics
 from pdserve.gateway.router_client import Upstream, merge

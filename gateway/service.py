@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from pdserve.gateway.abilities import generates
 from pdserve.gateway.admission import AdmissionLimits, AdmittedRequest
 from pdserve.gateway.caller import Caller
+from pdserve.gateway.capabilities import generates
 from pdserve.gateway.catalog import Catalog, ServedModel
 from pdserve.gateway.completion import Completions
 from pdserve.gateway.metrics import (

@@ -165,7 +165,7 @@ class LLM:
     ) -> list[list[float]]:
         """Return the embedding of each prompt (text or token ids), in order, scaled to length 1 if
         the model normalizes. Raises like `generate`; InvalidRequest if the model is generative and
-        the option `pool` is not set."""
+        the option `pool` is not set, or if it scores pairs of texts."""
         normalizes = self.card.normalizes
         runs: list[Run] = [
             (self._model.prompts.embedding(prompt), Embedding(normalizes=normalizes))

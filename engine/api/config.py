@@ -48,15 +48,15 @@ class EngineConfig:
     task: str = option(
         "auto",
         "task to serve: generate, embed, or score (a reranker that answers yes or no about a "
-        "document); auto: embed if the model's files define pooling or it has no output head, else "
-        "generate",
+        "document, or has a head that scores); auto: score with such a head, embed if the model's "
+        "files define pooling or it has no output head, else generate",
         choices=("auto", "generate", "embed", "score"),
     )
     pooling: str = option(
         "auto",
         "pooling of embeddings: last (the last token's final hidden state), mean (over all "
-        "tokens) or cls (the first token's); auto: as the model's files define, else last, or mean "
-        "of an encoder",
+        "tokens) or cls (the first token's); auto: as the model's files define, else mean of an "
+        "encoder and last of another model",
         choices=("auto", "last", "mean", "cls"),
     )
     pool: str = option(
@@ -97,8 +97,8 @@ class EngineConfig:
     )
     kv_dtype: str = option(
         "auto",
-        "dtype of keys and values; auto: float16 with native kernels, else the compute dtype; "
-        "int8: native kernels only",
+        "dtype of keys and values; auto: float32 of an encoder, otherwise float16 with native "
+        "kernels, else the compute dtype; int8: native kernels only",
         choices=("auto", "float32", "bf16", "float16", "int8"),
     )
     block_size: int = option(32, "tokens per KV block", min=1, max=1024)

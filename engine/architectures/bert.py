@@ -40,6 +40,7 @@ LAYER = {
     "mlp.up_proj": "intermediate.dense",
     "mlp.down_proj": "output.dense",
 }
+EARLY = {"weight": "gamma", "bias": "beta"}  # names of a norm's tensors in early checkpoints
 UNUSED = ("pooler.", "cls.", "lm_head.")  # heads
 
 
@@ -94,16 +95,19 @@ def stored_bert(config: ModelConfig, prefix: str, head: Mapping[str, str]) -> di
         after = "model.norm" if last else f"model.layers.{n + 1}.input_layernorm"
         modules[after] = f"{there}output.LayerNorm"
     tensors = {
-        f"{name}.{leaf}": View(f"{other}.{leaf}")
+        f"{name}.{leaf}": (f"{other}.{leaf}", f"{other}.{early}")
         for name, other in modules.items()
-        for leaf in ("weight", "bias")
+        for leaf, early in EARLY.items()
     }
     tensors |= {
-        EMBEDDING: View("embeddings.word_embeddings.weight"),
-        POSITIONS: View("embeddings.position_embeddings.weight"),
-        TYPES: View("embeddings.token_type_embeddings.weight"),
+        EMBEDDING: ("embeddings.word_embeddings.weight",),
+        POSITIONS: ("embeddings.position_embeddings.weight",),
+        TYPES: ("embeddings.token_type_embeddings.weight",),
     }
-    return {name: first_of(view, View(prefix + view.source)) for name, view in tensors.items()}
+    return {
+        name: first_of(*(View(start + source) for source in sources for start in ("", prefix)))
+        for name, sources in tensors.items()
+    }
 
 
 def is_unused(config: ModelConfig, checkpoint: Checkpoint, name: str) -> bool:

@@ -66,12 +66,15 @@ class Backend(ABC):
     @property
     @abstractmethod
     def default_kv_dtype(self) -> str:
-        """Data type of keys and values if --kv-dtype is "auto"."""
+        """Data type of a decoder's keys and values if --kv-dtype is "auto"."""
 
-    @property
-    def kv_dtype(self) -> str:
+    def kv_dtype(self, model: ModelConfig) -> str:
+        """Return the data type of the model's keys and values. An encoder keeps them for one step
+        only, so that a smaller type saves nothing."""
         requested = self._config.kv_dtype
-        return self.default_kv_dtype if requested == "auto" else KV_DTYPES.get(requested, requested)
+        if requested != "auto":
+            return KV_DTYPES.get(requested, requested)
+        return "float32" if model.encoder else self.default_kv_dtype
 
     @abstractmethod
     def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> ModelDecoder:

@@ -62,8 +62,9 @@ class CudaBackend(Backend):
     def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> CudaDecoder:
         numerics = cuda_numerics(self._capability, torch.bfloat16)
         self._steps_bytes = steps_bytes(model, row_counts(self._config.max_running)[-1])
+        kv_dtype = self.kv_dtype(model)
         return CudaDecoder(
-            model, weights, torch.bfloat16, self.kv_dtype, self._device, numerics, self._stream
+            model, weights, torch.bfloat16, kv_dtype, self._device, numerics, self._stream
         )
 
     def kv_cache(self, spec: KvSpec, num_blocks: Sequence[int]) -> KvCache:

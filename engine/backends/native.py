@@ -44,8 +44,9 @@ class NativeBackend(Backend):
         return EXPANDED.get(self._config.weights)
 
     def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> NativeDecoder:
-        decoder = NativeDecoder(model, weights, self._kernels, self.kv_dtype)
-        if self.kv_dtype == "int8":
+        kv_dtype = self.kv_dtype(model)
+        decoder = NativeDecoder(model, weights, self._kernels, kv_dtype)
+        if kv_dtype == "int8":
             warning = int8_warning(model, lambda name: unpack(weights(name)))
             if warning:
                 log.warning("--kv-dtype int8: %s", warning)

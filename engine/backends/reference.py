@@ -48,7 +48,7 @@ class ReferenceBackend(Backend):
 
     def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> Decoder:
         numerics = reference_numerics(self._device, self._dtype)
-        return Decoder(model, weights, self._dtype, self.kv_dtype, self._device, numerics)
+        return Decoder(model, weights, self._dtype, self.kv_dtype(model), self._device, numerics)
 
     def kv_cache(self, spec: KvSpec, num_blocks: Sequence[int]) -> KvCache:
         kind = TorchKvCache if self._device.type == "cpu" else DeviceKvCache

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema
 from pydantic_core import to_json
 
-from pdserve.gateway.abilities import embeds, generates
 from pdserve.gateway.caller import Caller
+from pdserve.gateway.capabilities import embeds, generates
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.http.api import JsonPieces, array_json, object_json
 from pdserve.gateway.http.fields import NON_GENERATION_FIELDS

@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from pydantic_core import from_json, to_json
 from starlette.responses import JSONResponse
 
-from pdserve.gateway.abilities import embeds, generates, scoring_of
 from pdserve.gateway.caller import Caller
+from pdserve.gateway.capabilities import embeds, generates, scoring_of
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.http.api import ErrorFormat
 from pdserve.gateway.http.body import BodyReader

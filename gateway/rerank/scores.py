@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
-from pdserve.gateway.abilities import Scoring, scoring_of
 from pdserve.gateway.caller import Caller
+from pdserve.gateway.capabilities import Scoring, scoring_of
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.model_texts import check_room
 from pdserve.gateway.openai import embedding_ids

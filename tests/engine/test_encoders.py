@@ -12,6 +12,7 @@ from builders.engine_kit import ask, of, run
 from builders.tiny_embedder import Oracle
 from builders.tiny_encoder import ENCODERS, write_encoder, write_scorer
 from builders.tiny_models import write_tiny
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForSequenceClassification
 
@@ -34,8 +35,7 @@ MODES = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken"}
 
 
 def engine_of(path: Path, kernels: str = "native", **options: Any) -> Engine:
-    exact = {"weights": "float32", "kv_dtype": "float32", "kernels": kernels, "chunk_size": 64}
-    return build_engine(EngineConfig(model=str(path), **{**exact, **options}))[0]
+    return build_engine(EngineConfig(str(path), kernels=kernels, chunk_size=64, **options))[0]
 
 
 def requests() -> list[Request]:
@@ -116,7 +116,7 @@ def test_decoders_with_a_head_score_as_transformers(
             logits = [model(torch.tensor([list(one.prompt_ids)])).logits for one in asked]
         want = {one.key: float(torch.sigmoid(x)) for one, x in zip(asked, logits, strict=True)}
         with subtests.test(arch):
-            engine = engine_of(path)
+            engine = engine_of(path, kv_dtype="float32")
             first = {key: score for key, (score,) in vectors(engine, *asked).items()}
             assert first == pytest.approx(want, abs=1e-4)
             again = {key: score for key, (score,) in vectors(engine, *asked).items()}
@@ -127,6 +127,19 @@ def test_a_pair_never_gets_special_tokens_from_its_texts(tmp_path: Path) -> None
     path = write_scorer(tmp_path, "bert")
     tokenizer = TextTokenizer((path / "tokenizer.json").read_bytes(), TextModelInfo(300))
     assert tokenizer.encode_pair("a [SEP] b", "[CLS]").count(3) == 2
+
+
+def test_early_names_of_norms(tmp_path: Path) -> None:
+    path = write_encoder(tmp_path, "bert")
+    want = vectors(engine_of(path), *requests())
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for name in list(tensors):
+        module, _, leaf = name.rpartition(".")
+        if module.endswith("LayerNorm"):
+            tensors[f"{module}.{'gamma' if leaf == 'weight' else 'beta'}"] = tensors.pop(name)
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert vectors(engine_of(path), *requests()) == want
 
 
 def test_what_an_encoder_does_not_do(subtests: pytest.Subtests, tmp_path: Path) -> None:

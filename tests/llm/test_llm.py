@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 from builders.tiny_embedder import Oracle, write_embedder
+from builders.tiny_encoder import write_scorer
 from builders.tiny_models import write_tiny
 from systems.llm_kit import engine_threads, is_idle, model_of, slow, stats
 
@@ -68,6 +69,14 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path, normalizes: bool) 
 def test_a_generating_model_refuses_embeddings(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="The model does not support Embeddings API"):
         llm.embed("hello")
+
+
+def test_a_cross_encoder_refuses_embeddings(tmp_path: Path) -> None:
+    with (
+        LLM(str(write_scorer(tmp_path, "bert")), max_waiting=4, **OPTIONS) as scorer,
+        pytest.raises(InvalidRequest, match="scores pairs of texts; it does not embed"),
+    ):
+        scorer.embed("hello")
 
 
 def test_a_generating_model_embeds_with_the_task(folder: Path, subtests: pytest.Subtests) -> None:

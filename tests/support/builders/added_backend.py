@@ -48,7 +48,7 @@ class CountingBackend(Backend):
 
         for name in tensor_shapes(model):  # which requests every tensor
             weights(name)
-        return CountingDecoder(model, self.kv_dtype)
+        return CountingDecoder(model, self.kv_dtype(model))
 
     def kv_cache(self, spec: KvSpec, num_blocks: Sequence[int]) -> KvCache:
         return KvCache(spec, num_blocks)
