@@ -115,7 +115,7 @@ def layers(draw: st.DrawFn) -> list[Part]:
         return [*attend[:-1], HOLD, *feed[:-1], ADD_HELD]
     pieces = draw(st.permutations([attend, feed][: 1 + draw(some)]))
     replaced = [layer_norm(seed + 7), REPLACE] if draw(some) else []
-    return [*replaced, *(part for piece in pieces for part in piece)]
+    return [part for piece in pieces for part in (*replaced, *piece)]
 
 
 def in_groups(lists: list[list[Part]]) -> tuple[list[list[Part]], int]:
