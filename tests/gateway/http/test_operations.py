@@ -75,14 +75,16 @@ NO_CHAT = {"chat": False, "tools": False, "reasoning": False}
 async def test_models_list_their_capabilities(make_http):
     (chat, blobs), text = served("chat", generation=DEFAULTS), served("text")[0]
     text.ClearField("template_digest")
-    thinks, embeds, judges = (served(name)[0] for name in ("thinks", "embeds", "judges"))
+    names = ("thinks", "embeds", "judges", "ranks")
+    thinks, embeds, judges, ranks = (served(name)[0] for name in names)
     thinks.template_digest = "thinks"
     embeds.pooling = "last"
     judges.score_token_ids.extend((1, 2))
+    ranks.pooling = "rank"
     both = served("both")[0]
     both.ClearField("template_digest")
     both.pool = "mean"
-    router = FakeRouter(saying("x"), [chat, text, thinks, embeds, judges, both])
+    router = FakeRouter(saying("x"), [chat, text, thinks, embeds, judges, ranks, both])
     router.blobs |= blobs
     router.blobs["thinks"] = THINKING.encode()
     client = make_http(router)
@@ -120,7 +122,7 @@ async def test_models_list_their_capabilities(make_http):
                 "completion": False, **NO_CHAT, "structured_output": False,
                 "embeddings": name == "embeds", "score": True,
             }
-            for name in ("embeds", "judges")
+            for name in names[1:]
         },
     }  # fmt: skip
     assert models["chat"]["max_model_len"] == chat.context_len
