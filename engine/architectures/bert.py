@@ -94,7 +94,7 @@ def stored_bert(config: ModelConfig, prefix: str, head: Mapping[str, str]) -> di
         last = n + 1 == config.num_layers
         after = "model.norm" if last else f"model.layers.{n + 1}.input_layernorm"
         modules[after] = f"{there}output.LayerNorm"
-    tensors = {
+    tensors: dict[str, tuple[str, ...]] = {
         f"{name}.{leaf}": (f"{other}.{leaf}", f"{other}.{early}")
         for name, other in modules.items()
         for leaf, early in EARLY.items()

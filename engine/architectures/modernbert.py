@@ -71,18 +71,16 @@ def parse(hf: HfConfig) -> ModelConfig:
 def parse_scorer(hf: HfConfig) -> ModelConfig:
     """Parse the config of ModernBERT with a head that scores pairs of texts."""
     config = parse(hf)
-    activation, pooling = (
-        hf.get("classifier_activation") or "gelu",
-        hf.get("classifier_pooling") or "cls",
-    )
+    activation = hf.get("classifier_activation") or "gelu"
+    pooling = hf.get("classifier_pooling") or "cls"
     if activation != "gelu" or pooling not in ("cls", "mean"):
         raise UnsupportedModel(
             f"config fields classifier_activation={activation!r}, classifier_pooling={pooling!r}: "
             "expected gelu, and cls or mean"
         )
     head = Classifier(
-        pooling,
-        activation,
+        "cls" if pooling == "cls" else "mean",
+        "gelu",
         dense_bias=bool(hf.get("classifier_bias", False)),
         norm_eps=config.norm_eps,
         norm_bias=config.norm_bias,

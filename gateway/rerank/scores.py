@@ -207,6 +207,7 @@ async def score(service: Service, request: ScoreRequest, caller: Caller) -> Scor
         request.operation, request.model, tokenized, request.cache_salt, request.priority, caller
     ) as prepared:
         kind = scoring_of(prepared.model.card)
+        scores: Sequence[float]
         if kind is Scoring.HEAD:
             scores = await _in_order(service.pooling.relevances(prepared))
         elif kind is Scoring.SIMILARITY:

@@ -119,7 +119,7 @@ LINES: list[tuple[str, Mapping[str, Any] | str]] = [
     ('serve m/x --pooler-config {"seq_pooling_type":"LAST"}', {"pooling": "last"}),
     ('serve m/x --pooler-config {"pooling_type":"CLS"}', {"pooling": "cls"}),
     ('serve m/x --pooler-config {"pooling_type":"ALL"}', "--pool how a model"),
-    ('serve m/x --pooler-config {"pooling_type":"MEAN","normalize":false}', "--pooling last or"),
+    ('serve m/x --pooler-config {"pooling_type":"MEAN","normalize":false}', "--pooling last, mean"),
     ("serve m/x --pooler-config mean", "is not a JSON object"),
     ("serve m/x --pool mean", {"task": "auto", "pool": "mean"}),
     ("serve m/x --trust-remote-code --disable-log-requests", {"log_level": "warning"}),

@@ -72,7 +72,13 @@ def test_the_pool_leaves_memory_for_windows_and_graphs(monkeypatch: pytest.Monke
     windows = 2 * 8 * (32 << 20)
     assert backend.pool_bytes() == int(free * 0.9) // 2 - windows
     model = SimpleNamespace(
-        context_len=32768, num_heads=32, head_dim=128, ffn_size=14336, hidden_size=4096, latent=None
+        context_len=32768,
+        num_heads=32,
+        head_dim=128,
+        ffn_size=14336,
+        hidden_size=4096,
+        latent=None,
+        encoder=None,
     )
     for latent, splits in ((None, 128), (object(), 32)):
         model.latent = latent

@@ -183,6 +183,6 @@ def test_the_option_prevails_over_the_pooling_of_the_files(tmp_path: Path) -> No
     config = EngineConfig(model=str(path), pool="mean", **OPTIONS)
     card = load_model(config, lambda *_: None).card
     assert (card.pooling, card.pool, card.normalizes) == ("", "mean", False)
-    write_pooling(path, "cls_token")
+    write_pooling(path, "max_tokens")
     card = load_model(config, lambda *_: None).card
     assert (card.pool, card.normalizes) == ("mean", True)
