@@ -243,7 +243,7 @@ def test_an_answer_is_sent_in_one_write(subtests: pytest.Subtests) -> None:
             answer = json.loads(line)
             assert answer["error"]
             assert text.startswith(answer["error"])
-            assert (answer["id"], answer["is_internal"]) == (7, False)
+            assert (answer["id"], answer["is_late"]) == (7, False)
 
 
 def test_an_unusable_tokenizer_is_an_error(tokenizer_json: bytes) -> None:
