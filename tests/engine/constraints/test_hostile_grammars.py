@@ -81,7 +81,10 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+LONG = {"optional letters": pytest.mark.extended}  # as long as "many primes": the CPU time's limit
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=LONG.get(n, ())) for n in HOSTILE])
 def test_hostile_grammars_are_refused_in_time(compiler: GrammarBackend, name: str) -> None:
     source = HOSTILE[name]
     assert len(source) <= MAX_GRAMMAR_BYTES
