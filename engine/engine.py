@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pdserve.engine.api import Event, InvalidRequest, QueueFull, Request, Step, prefix_ids
 from pdserve.engine.constraints import ConstraintManager, has_constraints
-from pdserve.engine.constraints.grammars import GrammarBackend, GrammarError
+from pdserve.engine.constraints.grammars import GrammarBackend, GrammarError, GrammarTimeout
 from pdserve.engine.execution import (
     DeviceLost,
     DeviceModel,
@@ -504,7 +504,8 @@ class Engine:
                 if may_continue and constraints.poll(self._clock()):
                     self._events += self._progress.end_complete(job)
             except GrammarError as error:
-                self._events += self._progress.fail(job, str(error), error.param)
+                is_overload = isinstance(error, GrammarTimeout)
+                self._events += self._progress.fail(job, str(error), error.param, is_overload)
             except Exception as error:
                 log.exception("checking the constraints of a request failed; the request fails")
                 message = f"{type(error).__name__}: {error}"

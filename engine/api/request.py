@@ -277,6 +277,7 @@ class RequestFailed:
     key: str
     message: str  # for the client if param is set; otherwise internal, for the log
     param: str = ""  # the request's field at fault
+    is_overload: bool = False  # the machine was too busy; the message is for the client, too
 
 
 @dataclass(frozen=True, slots=True)

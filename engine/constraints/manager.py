@@ -7,6 +7,7 @@ this worker or on another rebuilds them and gets the same tokens.
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from copy import copy
 from typing import Protocol
 
 from pdserve.engine.api import (
@@ -24,6 +25,7 @@ from pdserve.engine.constraints.grammars import (
     GrammarBackend,
     GrammarError,
     GrammarMatcher,
+    GrammarTimeout,
     MaskThreads,
     StepBudget,
 )
@@ -303,13 +305,12 @@ class RequestConstraints:
         if not self._choices and self._compilation is not None and self._compilation.done():
             error = self._compilation.exception()
             if isinstance(error, GrammarError):  # raising the kept one would add tracebacks
-                raise GrammarError(str(error), error.is_internal)
+                raise copy(error)
             self._make_choices(self._compilation.result())
             self._manager.start_masks()
         if not self._choices and now_s > self._deadline_s:
-            raise GrammarError(
-                f"the grammar takes too long to compile: more than {COMPILE_S:g} s",
-                is_internal=True,
+            raise GrammarTimeout(
+                f"the grammar takes too long to compile: more than {COMPILE_S:g} s"
             )
         ready = (c.grammar is None or not c.grammar.is_behind for c in self._choices)
         self.is_ready = bool(self._choices) and all(ready)

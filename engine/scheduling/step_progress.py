@@ -89,11 +89,13 @@ class StepProgress:
             events += self._end(job)
         return events
 
-    def fail(self, job: RequestState, message: str, param: str = "") -> list[Event]:
+    def fail(
+        self, job: RequestState, message: str, param: str = "", is_overload: bool = False
+    ) -> list[Event]:
         """End the whole request with an error. `param`: the request field at fault, set if the
-        client caused the error."""
+        client caused the error; `is_overload`: the machine was too busy."""
         self._jobs.end(job)
-        return [RequestFailed(job.key, message, param)]
+        return [RequestFailed(job.key, message, param, is_overload)]
 
     def _apply_row(self, row: Row, outcome: Outcome, events: list[Event]) -> None:
         sequence = row.sequence

@@ -329,6 +329,9 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
                 self.leases.evicted(served)
             case RequestFailed(_, message, param) if param:
                 self._fail(served, ServiceError(pb.INVALID_ARGUMENT, message, param))
+            case RequestFailed(_, message, _, True):
+                text = f"{message}; try again later"
+                self._fail(served, ServiceError(pb.UNAVAILABLE, text, retry_after_s=1.0))
             case RequestFailed(_, message):
                 log.error(
                     "the engine failed, so the request ends with an internal error: %s",

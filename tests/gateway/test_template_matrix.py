@@ -440,6 +440,7 @@ async def test_templates_of_real_tokenizers(
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(1200)
 async def test_tool_loops_of_each_parser(
     serve_template: Serve, library: Any, subtests: pytest.Subtests
 ) -> None:

@@ -6,6 +6,7 @@ from pdserve.engine.constraints.grammars.matcher import (
     CompiledGrammar,
     GrammarError,
     GrammarMatcher,
+    GrammarTimeout,
     StepBudget,
 )
 from pdserve.engine.constraints.grammars.threads import MaskThreads

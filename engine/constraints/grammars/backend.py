@@ -28,6 +28,7 @@ from pdserve.engine.api.grammar_tokenizer import make_tokenizer
 from pdserve.engine.constraints.grammars.matcher import (
     CompiledGrammar,
     GrammarError,
+    GrammarTimeout,
 )
 from pdserve.engine.constraints.grammars.threads import FairThreadPool
 
@@ -51,21 +52,21 @@ class CompileSandbox:
 
     def check(self, source: str) -> None:
         """Wait until the sandbox process has compiled the grammar. Raises GrammarError if the
-        grammar is wrong or exceeds a limit, and a GrammarError with `is_internal` for failures of
-        the sandbox."""
+        grammar is wrong or exceeds a limit, a GrammarTimeout if the machine is too busy, and a
+        GrammarError with `is_internal` for other failures of the sandbox."""
         for _ in range(MAX_TRIES):
             process, answer = self._send(source.encode())
             try:
-                error, is_internal = answer.result(CHECK_S)
+                error, is_late = answer.result(CHECK_S)
             except TimeoutError:
                 process.kill()
-                raise GrammarError(
-                    f"the grammar could not be checked in time ({CHECK_S:g} s)", True
+                raise GrammarTimeout(
+                    f"the grammar could not be checked in time ({CHECK_S:g} s)"
                 ) from None
             except CancelledError:
                 continue
             if error:
-                raise GrammarError(error, is_internal)
+                raise GrammarTimeout(error) if is_late else GrammarError(error)
             return
         raise GrammarError(
             f"the process that checks grammars ended unexpectedly {MAX_TRIES} times",
@@ -180,7 +181,7 @@ class _SandboxProcess:
                     answer: dict[str, Any] = json.loads(line)
                     future = self._answers.pop(answer["id"], None)
                     if future is not None and future.set_running_or_notify_cancel():
-                        future.set_result((answer["error"], answer["is_internal"]))
+                        future.set_result((answer["error"], answer["is_late"]))
         except Exception:
             log.exception("reading from the grammar sandbox failed; it will be started again")
         finally:

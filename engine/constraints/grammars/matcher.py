@@ -37,6 +37,13 @@ class GrammarError(Exception):
         return "" if self.is_internal else "grammar"
 
 
+class GrammarTimeout(GrammarError):
+    """A grammar could not be compiled in time, because the machine is busy."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, is_internal=True)
+
+
 class CompiledGrammar:
     """Compiled grammar at its start, before any token; all choices copy their matchers from it."""
 

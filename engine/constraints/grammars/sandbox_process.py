@@ -68,7 +68,7 @@ def main() -> None:
                 del running[child]
                 if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
                     # It timed out, or the machine lacks memory; the fork hit none of its limits.
-                    _answer(number, "the grammar could not be checked in time", is_internal=True)
+                    _answer(number, "the grammar could not be checked in time", is_late=True)
                 elif status:
                     _answer(number, COMPLEX)
 
@@ -102,16 +102,16 @@ def _compile(number: int, source: str, tokenizer: object) -> None:
     os._exit(1)
 
 
-def _answer(number: int, error: str, is_internal: bool = False) -> None:
-    os.write(STDOUT, answer_line(number, error, is_internal))
+def _answer(number: int, error: str, is_late: bool = False) -> None:
+    os.write(STDOUT, answer_line(number, error, is_late))
 
 
-def answer_line(number: int, error: str, is_internal: bool = False) -> bytes:
+def answer_line(number: int, error: str, is_late: bool = False) -> bytes:
     """Return the answer to one grammar as a line of JSON; the error text is shortened until the
     line fits one atomic write (PIPE_BUF bytes), so that lines of several forks do not mix."""
     error = error[:MAX_ERROR_CHARS]
     while True:
-        answer = {"id": number, "error": error, "is_internal": is_internal}
+        answer = {"id": number, "error": error, "is_late": is_late}
         line = json.dumps(answer, ensure_ascii=False).encode() + b"\n"
         if len(line) <= select.PIPE_BUF:
             return line

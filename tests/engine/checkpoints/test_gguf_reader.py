@@ -117,7 +117,7 @@ BAD = {
     "metadata key 'general.architecture' occurs twice": container([ARCH, ARCH], []),
     "'t' occurs twice": container([ARCH], [F32X4, F32X4], bytes(32)),
     "bytes of text": container([text("k") + struct.pack("<IQ", STRING, 2**63)], []),
-    "a name of 65536 bytes": container([pair("k" * 65536, 0, b"\0")], []),
+    "a name has 65536 bytes": container([pair("k" * 65536, 0, b"\0")], []),
     "not UTF-8": container([pair("k", STRING, struct.pack("<Q", 1) + b"\xff")], []),
     "array has a string that is not UTF-8": container(
         [pair("k", ARRAY, struct.pack("<IQQ", STRING, 1, 1) + b"\xff")], []

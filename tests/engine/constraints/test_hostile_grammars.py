@@ -81,7 +81,10 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+LONG = {"optional letters": pytest.mark.extended}  # as long as "many primes": the CPU time's limit
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=LONG.get(n, ())) for n in HOSTILE])
 def test_hostile_grammars_are_refused_in_time(compiler: GrammarBackend, name: str) -> None:
     source = HOSTILE[name]
     assert len(source) <= MAX_GRAMMAR_BYTES
@@ -243,7 +246,7 @@ def test_an_answer_is_sent_in_one_write(subtests: pytest.Subtests) -> None:
             answer = json.loads(line)
             assert answer["error"]
             assert text.startswith(answer["error"])
-            assert (answer["id"], answer["is_internal"]) == (7, False)
+            assert (answer["id"], answer["is_late"]) == (7, False)
 
 
 def test_an_unusable_tokenizer_is_an_error(tokenizer_json: bytes) -> None:

@@ -123,8 +123,8 @@ def test_a_compilation_that_takes_too_long_fails_the_request(compiler: SlowCompi
     assert not of(events, RequestFailed)
     now[0] = COMPILE_S + 1
     (failed,) = of(Runner(engine).step(), RequestFailed)
-    assert (failed.key, failed.param) == ("r", "")  # it may be retried elsewhere
-    assert "too long" in failed.message
+    assert (failed.key, failed.param, failed.is_overload) == ("r", "", True)
+    assert "to compile" in failed.message
     assert_at_rest(engine)
     # A grammar whose compilation has not begun is dropped when its requests have failed.
     wait_until(lambda: compiler.num_begun == 1, "the thread")

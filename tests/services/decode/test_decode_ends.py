@@ -3,11 +3,13 @@
 from collections.abc import Callable
 
 import pytest
+from llguidance import LLMatcher
 from systems.worker_kit import (
     Pair,
     prompt,
 )
 
+from pdserve.engine.constraints.grammars import CompiledGrammar, GrammarBackend, GrammarTimeout
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 
@@ -73,6 +75,28 @@ def test_the_queue_timeout_counts_only_while_a_request_waits(
         await pair.at_rest()
 
     with_pair(test)
+
+
+class BusyCompiler(GrammarBackend):
+    def load(self) -> None:
+        """Need no tokenizer."""
+
+    def _compile(self, source: str) -> CompiledGrammar:
+        raise GrammarTimeout("the grammar could not be checked in time")
+
+
+def test_a_grammar_that_a_busy_machine_does_not_compile_may_be_sent_again(
+    with_pair: Callable[..., None],
+) -> None:
+    async def test(pair: Pair) -> None:
+        grammar = pb.Grammar(source=LLMatcher.grammar_from_regex("a"))
+        attempt = pair.admit(prompt(30), remote=False, params={"grammar": grammar})
+        failure = (await pair.decode.wait("failed", attempt)).failure
+        assert (failure.code, failure.retry_after_ms) == (pb.UNAVAILABLE, 1000)
+        assert failure.message == "the grammar could not be checked in time; try again later"
+        await pair.at_rest()
+
+    with_pair(test, engine={"grammars": BusyCompiler(b"", 64, (63,))})
 
 
 def test_a_lost_hand_off_is_reported(with_pair: Callable[..., None]) -> None:
