@@ -20,6 +20,7 @@ from pdserve.services.router.placement import (
     FactsOfWorkers,
     PickedPrompts,
     PromisedChains,
+    WorkerPool,
     prompt_key,
 )
 from pdserve.services.router.placement.facts import MAX_PICKS, PICKED_S
@@ -160,13 +161,13 @@ def test_busy_workers_are_named_only_without_others() -> None:
 def test_a_full_queue_refuses() -> None:
     world, workers = fleet(1)
     placer = world.dispatcher.placer
-    assert not placer.refuses(("m", ""), b"t", world.now)
+    assert not placer.refuses(WorkerPool("m"), b"t", world.now)
     workers[0].busy_until = world.now + 10
     for number in range(5):
         start = pb.Start(request=f"r{number}", model="m", params=pb.SamplingParams(n=1))
         start.tenant = b"t"
         world.dispatcher.submit(RequestProgress(start, IDS), world, world.now)
-    assert placer.refuses(("m", ""), b"t", world.now)
+    assert placer.refuses(WorkerPool("m"), b"t", world.now)
     assert world.dispatcher.num_queued == 5
 
 
