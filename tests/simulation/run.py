@@ -26,7 +26,7 @@ from simulation.seams import LoopEngineThread, entered
 
 LIMIT_S = 200.0  # after this time an unanswered request counts as stuck
 TICK_S = 0.1
-DRAWS = 12
+DRAWS = 60
 
 
 @dataclass(frozen=True)
