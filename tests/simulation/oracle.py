@@ -126,7 +126,7 @@ def at_rest(cluster: Cluster) -> bool:
 def _computed_again(cluster: Cluster, faults: Faults) -> list[str]:
     """Check that no prompt token except the last was computed twice, after faults that take nothing
     from a worker. The check is skipped after a preemption, which recomputes a request in any case,
-    and after a router of too few workers to detect its isolation declared them dead."""
+    and after a router with too few workers to detect that it is isolated declared them dead."""
     kinds = {strike.fault.kind for strike in faults.strikes}
     if any(s.fault.kind == DEAF and s.fired and not s.hit for s in faults.strikes):
         return []
