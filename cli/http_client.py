@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -91,8 +91,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 @contextmanager
 def _shut_down_by_ctrl_c(sock: socket.socket) -> Iterator[None]:
-    """Within the block, shut the socket down on Ctrl-C, and raise KeyboardInterrupt for the error
-    that follows.
+    """Within the block, shut the socket down on Ctrl-C, and raise KeyboardInterrupt at its end.
 
     Python itself raises KeyboardInterrupt too late if the signal arrives just before the main
     thread waits for data, and ignores the exception in a destructor. Another thread therefore
@@ -103,8 +102,6 @@ def _shut_down_by_ctrl_c(sock: socket.socket) -> Iterator[None]:
         return
     interrupted = threading.Event()
     signals, writer = socket.socketpair()
-    writer.setblocking(False)
-    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def watch() -> None:
         while number := signals.recv(1):
@@ -114,18 +111,24 @@ def _shut_down_by_ctrl_c(sock: socket.socket) -> Iterator[None]:
                     socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    previous = -1
     try:
+        writer.setblocking(False)
+        watcher.start()
+        previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         yield
     except ApiError:
-        if interrupted.is_set():
-            raise KeyboardInterrupt from None
-        raise
+        if not interrupted.is_set():
+            raise
     finally:
-        signal.set_wakeup_fd(previous)
+        with suppress(ValueError):  # the garbage collector ends the block in another thread
+            signal.set_wakeup_fd(previous)
         writer.close()
-        watcher.join()
+        if watcher.is_alive():
+            watcher.join()
         signals.close()
+    if interrupted.is_set():
+        raise KeyboardInterrupt
 
 
 class ApiClient:
@@ -167,10 +170,10 @@ class ApiClient:
         """Send a POST request for a streamed response; yield the data of each server-sent event
         until [DONE]. Raises ApiError if the request fails or the stream ends early.
 
-        Closing the iterator closes the connection, which cancels the request. Ctrl-C raises
-        KeyboardInterrupt, whatever the main thread does when it arrives.
+        Closing the iterator closes the connection, which cancels the request. After the connection
+        is made, Ctrl-C raises KeyboardInterrupt, whatever the main thread does when it arrives.
         """
-        with self._open("POST", path, {**body, "stream": True}) as response:
+        with self._open("POST", path, {**body, "stream": True}, streams=True) as response:
             try:
                 while line := response.readline(MAX_LINE_BYTES):
                     if not line.startswith(b"data:"):
@@ -190,10 +193,11 @@ class ApiClient:
 
     @contextmanager
     def _open(
-        self, method: str, path: str, body: dict[str, Any] | None
+        self, method: str, path: str, body: dict[str, Any] | None, *, streams: bool = False
     ) -> Iterator[http.client.HTTPResponse]:
         """Send a request and yield its 2xx response; close the connection at the end of the block.
-        Raises ApiError if there is no response or its status is not 2xx."""
+        `streams`: the response may take long, so Ctrl-C shuts the connection down. Raises ApiError
+        if there is no response or its status is not 2xx."""
         connection = self._connection()
         try:
             data = None if body is None else json.dumps(body).encode()
@@ -201,7 +205,7 @@ class ApiClient:
                 connection.connect()
             except OSError as error:
                 raise self._silent(error) from None
-            with _shut_down_by_ctrl_c(connection.sock):
+            with _shut_down_by_ctrl_c(connection.sock) if streams else nullcontext():
                 try:
                     connection.request(method, self._address.prefix + path, data, self._headers)
                     response = connection.getresponse()

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from fakes.router import FakeRouter, saying
 from oracles.command_lines import meaning
-from oracles.doc_blocks import ROOT, Block, blocks, prose
+from oracles.doc_blocks import PAGES, ROOT, Block, blocks, prose
 from oracles.manifest_schemas import errors
 from systems.served_gateway import served_gateway
 
@@ -59,11 +59,11 @@ def _simple(words: list[str]) -> Iterator[list[str]]:
     command: list[str] = []
     redirects = False
     for word in (*words, ";"):
-        if set(word) <= set("<>"):
+        if word and set(word) <= set("<>"):
             redirects = True
         elif redirects:
             redirects = False
-        elif set(word) <= set("();|&"):
+        elif word and set(word) <= set("();|&"):
             if command:
                 yield command
             command = []
@@ -117,7 +117,7 @@ def check_pdserve(words: list[str]) -> None:
 def check_make(words: list[str]) -> None:
     names = [word for word in words if "=" not in word]
     assert names
-    assert set(names) <= TARGETS
+    assert set(names) <= TARGETS, f"no target of make: {sorted(set(names) - TARGETS)}"
 
 
 def check_shell(block: Block, gateway: Gateway) -> None:
@@ -161,9 +161,11 @@ def check_yaml(block: Block) -> None:
         assert "kind" in document, "say why no test reads it: `<!-- not run: ... -->`"
         if document["kind"] == "Kustomization":
             paths = document["resources"] + document.get("components", [])
-            assert [path for path in paths if not OVERLAY.joinpath(path).resolve().exists()] == []
+            missing = [path for path in paths if not OVERLAY.joinpath(path).resolve().exists()]
+            assert not missing, f"no such path: {missing}"
         else:
-            assert errors(document) == []
+            found = errors(document)
+            assert not found, f"not in its schema: {found}"
 
 
 def only_tiny() -> FakeRouter:
@@ -187,6 +189,10 @@ def check(block: Block, gateway: Gateway) -> None:
 def test_blocks_are_correct_or_marked(subtests: pytest.Subtests) -> None:
     found = list(blocks())
     assert len(found) > 40
+    fences = sum(
+        line.strip().startswith("```") for p in PAGES for line in p.read_text().splitlines()
+    )
+    assert fences == 2 * len(found), "a fence is indented, or has more than a language after it"
     assert [page for page, text in prose() if INDENTED.search(text)] == ["docs/runbook.md"]
     with served_gateway(only_tiny) as url:
         gateway = Gateway(url)
@@ -211,29 +217,34 @@ def test_command_lines_within_sentences_are_correct(subtests: pytest.Subtests) -
 
 
 def test_the_checks_find_what_is_wrong(subtests: pytest.Subtests) -> None:
+    chat = "curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json'"
+    service = "apiVersion: v1\nkind: Service\nmetadata: {name: a}\nspec: {port: 1}"
     cases = {
-        "pdserve up --no-such-flag 1": "sh",
-        "pdserve up --port http": "sh",
-        "echo; .venv/bin/pdserve nothing": "sh",
-        "make nothing": "sh",
-        "kubectl get pods": "sh",
-        "curl localhost:8000/v1/nothing": "sh",
-        "curl -X DELETE localhost:8000/v1/chat/completions": "sh",
-        "curl localhost:8000/v1/chat/completions -d '{\"messages\": 1}'": "sh",
-        "curl example.com:8000/v1/models": "sh",
-        "curl 'localhost:8000": "sh",
-        "import no_such_module": "python",
-        "from json import nothing": "python",
-        "print(": "python",
-        "kind: Kustomization\nresources: [../../nothing]": "yaml",
-        "a: b": "yaml",
-        "apiVersion: v1\nkind: Service\nmetadata: {name: a}\nspec: {port: 1}": "yaml",
+        "pdserve up --no-such-flag 1": ("sh", "option --no-such-flag is unknown"),
+        "pdserve up --port http": ("sh", "'http' is not a whole number"),
+        "echo; .venv/bin/pdserve nothing": ("sh", "command 'nothing' is unknown"),
+        "make nothing": ("sh", "no target of make"),
+        "kubectl get pods": ("sh", r"say why no test runs \['kubectl'\]"),
+        "curl localhost:8000/v1/nothing": ("sh", "404: .*unknown URL"),
+        "curl -X DELETE localhost:8000/v1/chat/completions": ("sh", "405: .*method not allowed"),
+        chat + " -d '{\"messages\": 1}'": ("sh", "400: .*messages"),
+        "curl example.com:8000/v1/models": ("sh", "is not an address of pdserve up"),
+        "curl 'localhost:8000": ("sh", "no end of the quote"),
+        "import no_such_module": ("python", "No module named 'no_such_module'"),
+        "from json import nothing": ("python", "No module named 'json.nothing'"),
+        "print(": ("python", "was never closed"),
+        "kind: Kustomization\nresources: [../../nothing]": ("yaml", "no such path"),
+        "a: b": ("yaml", "say why no test reads it"),
+        service: ("yaml", "not in its schema"),
     }
     with served_gateway(only_tiny) as url:
-        for text, language in cases.items():
+        for text, (language, message) in cases.items():
             block = Block("docs/x.md", 1, language, text + "\n", "", "")
-            with subtests.test(text), pytest.raises((Exception, SystemExit)):
+            with subtests.test(text), pytest.raises(Exception, match=message):
                 check(block, Gateway(url))
         needless = Block("docs/x.md", 1, "sh", "make test\n", "no reason", "")
-        with subtests.test("a comment that is not needed"), pytest.raises(AssertionError):
+        with (
+            subtests.test("a comment that is not needed"),
+            pytest.raises(AssertionError, match="the comment is not needed"),
+        ):
             check(needless, Gateway(url))

@@ -32,8 +32,8 @@ class ServedEngine:
         step_tokens: int,
         model: Any = None,
     ) -> None:
-        """`lens`: the tokens of each request of the largest wave, with its answer. `model`: what
-        computes the steps; None: `decoder`."""
+        """`lens`: numbers of tokens of the requests of the largest wave, prompt and answer.
+        `model`: used instead of `decoder` in the engine, e.g. a wrapper that measures steps."""
         num_blocks = sum(blocks_for(num_tokens + 1, BLOCK_SIZE) + 1 for num_tokens in lens)
         kv = make_pool(device, decoder.kv_groups, num_blocks)
         decoder.record(recorder, kv, len(lens))

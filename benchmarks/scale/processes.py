@@ -61,7 +61,8 @@ class Processes:
     def fake(self, script: str, *words: str) -> subprocess.Popen[bytes]:
         """Start a script of this folder."""
         process = self.start(sys.executable, str(HERE / script), str(self.certificates), *words)
-        psutil.Process(process.pid).nice(self._nice)
+        if self._nice:
+            psutil.Process(process.pid).nice(self._nice)
         return process
 
     def words(self, role: Role) -> list[str]:

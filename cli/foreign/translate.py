@@ -16,7 +16,7 @@ from pdserve.cli.options.options import Option
 OVERRIDE = "--override-generation-config"
 FILES = ("--f", "--weight-file", "-hff", "--hf-file")  # name a file in a repository, or a path
 REPOSITORIES = ("--m", "--model-id", "-hf", "-hfr", "--hf-repo", "--model")
-SWITCHES = ("on", "off", "auto", "0", "1", "true", "false", "enabled", "disabled")
+SWITCHES = (*ON, *OFF, "auto")
 
 
 def names_model(arguments: Sequence[str]) -> bool:
@@ -66,10 +66,10 @@ class _Line:
             word = remaining.pop(0)
             if word == "--":
                 self._tail = [word, *remaining]
-                after = remaining[0].partition("=")[0] if remaining else ""
-                is_word = after[:1] == "-" and " " not in after
-                if is_word and find_entry(after, self._command):
-                    raise after_separator(after)
+                after = remaining[0] if remaining else ""
+                flag = after.partition("=")[0]
+                if flag[:1] == "-" and " " not in after and find_entry(flag, self._command):
+                    raise after_separator(flag)
                 return
             name, equals, value = word.partition("=")
             entry = find_entry(name, self._command) if word[:1] == "-" else None

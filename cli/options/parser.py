@@ -143,7 +143,7 @@ def check_flags(
 ) -> None:
     """Raise OptionError for the first word of a command line that looks like a flag but is not one
     of `flags`; the message has what `explain` returns, or else suggests a similar flag. Also raise
-    it if the first word after `--` is one of `flags`.
+    it if the first word after `--` is one of `flags`, unless it is a quoted text.
 
     A known flag in the place of another flag's value is not reported here; argparse reports it.
     """
@@ -151,7 +151,8 @@ def check_flags(
         name = argument.partition("=")[0]
         if argument == "--":
             for after in arguments[index + 1 : index + 2]:
-                if (flag := after.partition("=")[0]) in flags:
+                flag = after.partition("=")[0]
+                if flag in flags and " " not in after:
                     raise after_separator(flag)
             return
         stripped = argument.lstrip("-")

@@ -330,6 +330,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             case RequestFailed(_, message, param) if param:
                 self._fail(served, ServiceError(pb.INVALID_ARGUMENT, message, param))
             case RequestFailed(_, message, _, True):
+                log.warning("%s", message, extra={"request": served.name})
                 text = f"{message}; try again later"
                 self._fail(served, ServiceError(pb.UNAVAILABLE, text, retry_after_s=1.0))
             case RequestFailed(_, message):

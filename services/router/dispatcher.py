@@ -196,7 +196,7 @@ class Dispatcher:
             return ROUTER_ERRORS[FailureReason.POISON]
         # A request that was taken once is taken again.
         resumed = request.progress.start.HasField("placement") or request.progress.begun
-        if self.fleet.isolated and not resumed:
+        if self.fleet.refuses(now) and not resumed:
             text = "the router has lost contact with too many workers"
             return ServiceError(pb.UNAVAILABLE, text, "", 1.0)
         may_wait = self.placer.waiting.has_room(request.tenant)

@@ -292,9 +292,13 @@ def test_an_option_after_the_separator_is_refused() -> None:
     ):
         _, sentence = outcome(line.split())
         assert "comes after `--`, where no word is an option; put options before" in sentence, line
-    question = "--temperature 0 is greedy?"
-    values, _ = outcome(["run", "m", "--temperature", "0.5", "--", question])
-    assert (values["temperature"], values["prompt"]) == (0.5, [question])
+    for question in (
+        "--temperature 0 is greedy?",
+        "--temperature=0.5 means what?",
+        "--top-k=3 is?",
+    ):
+        values, _ = outcome(["run", "m", "--temperature", "0.5", "--", question])
+        assert (values["temperature"], values["prompt"]) == (0.5, [question])
 
 
 MISTYPED = [

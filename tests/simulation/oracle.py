@@ -12,6 +12,7 @@ from collections import Counter
 from typing import Any
 
 from pdserve.engine.handoff.recorder import check
+from pdserve.services.router.fleet.fleet import MIN_ISOLATED
 from simulation.cluster import Cluster, Node, Reply
 from simulation.faults import MAY_FAIL, NOTHING_AGAIN, Faults
 from simulation.model import reference
@@ -126,9 +127,10 @@ def at_rest(cluster: Cluster) -> bool:
 def _computed_again(cluster: Cluster, faults: Faults) -> list[str]:
     """Check that no prompt token except the last was computed twice, after faults that take nothing
     from a worker. The check is skipped after a preemption, which recomputes a request in any case,
-    and after a router of too few workers to detect its isolation declared them dead."""
+    and after a router with too few workers to detect that it is isolated declared them dead."""
     kinds = {strike.fault.kind for strike in faults.strikes}
-    if any(s.fault.kind == DEAF and s.fired and not s.hit for s in faults.strikes):
+    num_workers = len(cluster.of("prefill")) + len(cluster.of("decode"))
+    if DEAF in kinds and num_workers < MIN_ISOLATED:
         return []
     roles = [n.process.service for n in cluster.of("decode")]
     parts = [role.runtime for role in roles if role is not None and role.runtime is not None]

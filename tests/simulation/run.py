@@ -26,7 +26,7 @@ from simulation.seams import LoopEngineThread, entered
 
 LIMIT_S = 200.0  # after this time an unanswered request counts as stuck
 TICK_S = 0.1
-DRAWS = 12
+DRAWS = 60
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,13 @@ def simulate(scenario: Scenario) -> Result:
 def make(seed: int, kind: str, phase: str) -> Scenario:
     """Return the scenario of a seed and a cell. A deadline is set to a time at which a run without
     it is in the given phase. Some phases are mostly shorter than the milliseconds in which
-    deadlines are sent: up to `DRAWS` scenarios are tried, of seeds beyond those of a sweep."""
+    deadlines are sent: up to `DRAWS` scenarios are tried, of the seeds `seed + number * 2**40`."""
     if kind != "deadline":
         return draw(seed, kind, phase)
     for number in range(DRAWS):
         scenario = _with_deadline(draw(seed + (number << 40), kind, phase), phase)
-        if (kind, phase) in simulate(scenario).hits:
+        result = simulate(scenario)
+        if result.violations or (kind, phase) in result.hits:
             break
     return scenario
 

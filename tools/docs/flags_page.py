@@ -96,7 +96,7 @@ TOOLS = {
     "Model files, certificates, diagnostics": ("quantize", "certs", "health", "report", "replay"),
 }
 KINDS = {str: "text", int: "whole number", float: "number", bool: "on or off"}
-UNITS = {  # by the end of the name, of which the first counts; empty: a number without a unit
+UNITS = {  # by suffix of the name, of which the first that matches applies; empty: no unit
     "_per_minute": "per minute",
     "_bytes": "bytes",
     "_mb": "MiB",
@@ -116,7 +116,7 @@ UNITS = {  # by the end of the name, of which the first counts; empty: a number 
     "warmup": "requests",
     "rate": "requests per second",
     "_running": "sequences",
-    "_sample": "share",
+    "_sample": "fraction",
     "_hashes": "blocks",
     "temperature": "",
     "threads": "threads",

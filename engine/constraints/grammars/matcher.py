@@ -23,8 +23,8 @@ from pdserve.engine.constraints.masks import Bitmask, SequenceSearch
 class GrammarError(Exception):
     """A grammar cannot be compiled or matched.
 
-    The message is for the author of the grammar, or for the log if `is_internal` is set, which
-    means that the grammar is not at fault.
+    The message is for the author of the grammar. If `is_internal` is set, the grammar is not at
+    fault, and the message is for the log.
     """
 
     def __init__(self, message: str, is_internal: bool = False) -> None:
@@ -38,7 +38,8 @@ class GrammarError(Exception):
 
 
 class GrammarTimeout(GrammarError):
-    """A grammar could not be compiled in time, because the machine is busy."""
+    """A grammar could not be compiled in time: the machine is busy or lacks memory, and a later
+    try may succeed. The message is for the client, too."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, is_internal=True)

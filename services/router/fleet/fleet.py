@@ -20,7 +20,8 @@ forgets workers.
 
 When more than half of four or more workers are suspect at once, the router itself is probably cut
 off from the network. Until it hears from enough workers again, or for ISOLATED_S, no worker counts
-as dead because of its silence.
+as dead because of its silence, and the router refuses new requests. It accepts them for RESUMED_S
+after a pause of its own process, because its workers then need time to join again.
 """
 
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from pdserve.services.router.fleet.worker import State, Worker
 RETIRED_S = 900.0  # as long as an alert reports the model as not served
 SILENCE_S = 1.0
 SUSPECT_S = 0.5
+RESUMED_S = 2.0  # twice the time in which workers notice that their router is back
 ISOLATED_S = 15.0  # then they are dead after all, as when a rack loses power
 MIN_ISOLATED = 4  # workers; of fewer, half may really be gone
 
@@ -81,6 +83,7 @@ class Fleet:
         self.prefixes = PrefixIndex(prefix_index_hashes)
         self._of: dict[tuple[pb.Role, str], list[Worker]] = {}
         self.isolated_since: float | None = None  # since when it hears too few of its workers
+        self._resumed = -RESUMED_S  # end of the last pause of the router process
         self.sharded = False  # some decode workers join only some routers, or the last ones did
         self._leases = 0
         self._next_look = 0.0  # no worker is silent for too long before this time
@@ -185,6 +188,7 @@ class Fleet:
     def excuse(self, seconds: float, now: float) -> None:
         """Discount a pause of the router process of `seconds`, so that it does not count as silence
         of workers. The messages that workers sent during the pause are read after this call."""
+        self._resumed = now
         for worker in self.workers.values():
             worker.heard = min(now, worker.heard + seconds)
             worker.suspect_since = min(now, worker.suspect_since + seconds)
@@ -237,6 +241,10 @@ class Fleet:
         """Whether the router itself is probably cut off from the network, since more than half of
         its workers are silent."""
         return self.isolated_since is not None
+
+    def refuses(self, now: float) -> bool:
+        """Whether new requests are better sent to another router."""
+        return self.isolated and now - self._resumed >= RESUMED_S
 
     def leaving(self) -> list[Worker]:
         """Return the workers that have deregistered from this router only and keep serving other

@@ -81,7 +81,8 @@ HOSTILE = {
 }  # fmt: skip
 
 
-LONG = {"optional letters": pytest.mark.extended}  # as long as "many primes": the CPU time's limit
+# Runs until the limit of CPU time, as "many primes" does.
+LONG = {"optional letters": pytest.mark.extended}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=LONG.get(n, ())) for n in HOSTILE])

@@ -9,7 +9,7 @@ from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.common_pb2 import ModelCard
 from pdserve.services.common.stall_detector import FROZEN_S
 from pdserve.services.router.fleet import Fleet, State, Worker, taking_work
-from pdserve.services.router.fleet.fleet import ISOLATED_S, SILENCE_S, SUSPECT_S
+from pdserve.services.router.fleet.fleet import ISOLATED_S, RESUMED_S, SILENCE_S, SUSPECT_S
 from pdserve.services.router.fleet.worker import UNREPORTED_S
 
 
@@ -353,6 +353,18 @@ def test_time_stood_still_in_isolation_does_not_count() -> None:
     assert fleet.tick(now) == []
     assert fleet.isolated
     assert len(fleet.tick(now + ISOLATED_S)) == 4
+
+
+def test_new_requests_are_accepted_while_workers_join_again_after_a_pause() -> None:
+    fleet, workers = several(4)
+    now = 100.0
+    fleet.excuse(10.0, now)
+    for worker in workers:
+        fleet.stream_ended(worker, worker.lease, now)
+    fleet.tick(now)
+    assert fleet.isolated
+    assert not fleet.refuses(now)
+    assert fleet.refuses(now + RESUMED_S)
 
 
 def test_half_of_the_workers_may_be_dead() -> None:

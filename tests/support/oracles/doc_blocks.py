@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
-    r"^(?:<!-- (not run|run by): (.+) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+    r"^(?:<!-- (not run|run by): ([^\n]+) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
 
 
