@@ -217,7 +217,7 @@ def find_task(
             raise CheckpointError(
                 f"config field {field}={value} is not supported: attention must be causal"
             )
-    task, option = config.task, f"--task {config.task}"  # that determines the task
+    task, option = config.task, f"--task {config.task}"  # the option that determines it
     if config.pooling != "auto":
         if task not in ("auto", "embed"):
             raise ValueError(f"--pooling {config.pooling} contradicts --task {task}")
@@ -265,8 +265,8 @@ def _stored_pooling(config: EngineConfig, checkpoint: Checkpoint) -> StoredPooli
     except CheckpointError as error:
         if config.pooling == "auto" and config.pool == "none":
             raise
-        pool = config.pooling == "auto"
-        option = f"--pool {config.pool}" if pool else f"--pooling {config.pooling}"
+        is_pool = config.pooling == "auto"
+        option = f"--pool {config.pool}" if is_pool else f"--pooling {config.pooling}"
         log.warning(
             "%s replaces the model's pooling settings, which cannot be used: %s", option, error
         )

@@ -426,7 +426,8 @@ def has_sigmoid(hf: HfConfig) -> bool:
     if labels != 1:
         field = "id2label" if hf.get("num_labels") is None else "num_labels"
         raise UnsupportedModel(
-            f"config field {field} gives {labels} labels: a reranker has one, whose value is a score"
+            f"config field {field} gives {labels} labels: a reranker has one, whose value is a "
+            "score"
         )
     name = table(hf, "sentence_transformers").get("activation_fn")
     name = name or hf.get("sbert_ce_default_activation_function") or "Sigmoid"

@@ -63,7 +63,7 @@ class LearnedPositions:
 
 def _number_before(marks: NDArray[np.bool_], starts: Sequence[int]) -> Ints:
     """Return the number of marked tokens before each token in its text, int64 [tokens]."""
-    before = np.cumsum(marks) - marks  # in the batch
+    before: Ints = np.cumsum(marks) - marks  # in the batch
     begins = np.array(starts[:-1])
     number: Ints = before - np.repeat(before[begins], np.diff(starts))
     return number

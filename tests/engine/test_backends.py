@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -69,11 +70,12 @@ def test_what_cuda_kernels_do_not_compute(tmp_path: Path) -> None:
 
     config = parse_config(read_config(write_tiny(tmp_path, "gpt2")))
     device = torch.device("cpu")
-    for refused, message in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"encoder": Encoder()}, "does not compute encoders"),
         ({"positions": LearnedPositions(64, num_types=2)}, "does not compute token types"),
         ({"positions": LearnedPositions(64, padding=1)}, "positions that do not count padding"),
-    ):
+    )
+    for refused, message in cases:
         with pytest.raises(UnsupportedModel, match=message):
             CudaDecoder(replace(config, **refused), pytest.fail, torch.float32, "float32", device)
 

@@ -506,8 +506,9 @@ def test_bert_and_xlm_roberta() -> None:
     assert (config.norm_eps, config.activation, config.gated) == (1e-12, "gelu", False)
     config = parse_config(BGE_M3)
     assert shapes(config) == (24, 16, 16, 64)
-    assert config.positions == LearnedPositions(8192, num_types=1, padding=1)
-    assert config.positions.shapes(1024)[POSITIONS] == (8194, 1024)
+    positions = LearnedPositions(8192, num_types=1, padding=1)
+    assert config.positions == positions
+    assert positions.shapes(1024)[POSITIONS] == (8194, 1024)
     assert (config.context_len, config.norm_eps) == (8192, 1e-5)
 
 
@@ -531,11 +532,12 @@ def test_heads_that_score() -> None:
     )
     unnamed = {key: x for key, x in BGE_RERANKER_BASE.items() if key != "id2label"}
     assert parse_config(unnamed | {"num_labels": 1}) == parse_config(BGE_RERANKER_BASE)
-    for labels, message in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({}, "num_labels and id2label are absent"),
         ({"num_labels": 3}, "num_labels gives 3 labels"),
         ({"id2label": {"0": "a", "1": "b"}}, "id2label gives 2 labels"),
-    ):
+    )
+    for labels, message in cases:
         with pytest.raises(UnsupportedModel, match=message):
             parse_config(unnamed | labels)
 
