@@ -42,6 +42,8 @@ def build_engine(
     """
     loaded = load_model(config, progress)
     decoder, backend, card = loaded.decoder, loaded.backend, loaded.card
+    if card.is_encoder:
+        _check_steps_of_encoder(config, card.context_len)
     spec = KvSpec(config.block_size, decoder.kv_groups)
     progress("warming up", 0.0)
     max_size = min(card.context_len, config.kv_tokens or card.context_len, CHUNKS[-1])
@@ -49,7 +51,7 @@ def build_engine(
     measured = measure(decoder, backend.kv_cache(spec, trial_sizes), max_size)
     chunk_size = config.chunk_size or measured.chunk_size
     if card.is_encoder:
-        chunk_size = card.context_len  # a prompt's tokens see each other: one chunk computes all
+        chunk_size = card.context_len
     num_blocks = _num_blocks(config, backend, spec, card, chunk_size)
     context_len = min(card.context_len, num_blocks * spec.block_size)
     sizes = pool_sizes(spec, num_blocks, config.max_running, chunk_size)
@@ -74,6 +76,7 @@ def build_engine(
             eos_ids=frozenset(card.eos_ids),
             pooling=loaded.head.pooling if loaded.head else card.pooling,
             pool=card.pool,
+            scores=bool(card.score_ids),
         ),
         backend.sampling,
         kv_identity=kv_identity(card, kv_dtype, numerics),
@@ -95,6 +98,19 @@ def build_engine(
     )
     progress("ready", 1.0)
     return engine, replace(card, context_len=context_len)
+
+
+def _check_steps_of_encoder(config: EngineConfig, context_len: int) -> None:
+    """Raise ValueError if --step-tokens is too small for an encoder, and log that --chunk-size has
+    no effect on it: the tokens of a text see each other, so one chunk computes all of them."""
+    reason = f"a step of an encoder computes a whole text of up to {context_len} tokens"
+    if config.chunk_size:
+        log.warning("--chunk-size %d has no effect: %s", config.chunk_size, reason)
+    if 0 < config.step_tokens < config.max_running + context_len:
+        raise ValueError(
+            f"--step-tokens {config.step_tokens} is less than --max-running {config.max_running} "
+            f"+ {context_len}: {reason} (--context-len)"
+        )
 
 
 def _num_blocks(

@@ -217,19 +217,21 @@ def find_task(
             raise CheckpointError(
                 f"config field {field}={value} is not supported: attention must be causal"
             )
-    task = config.task
+    task, option = config.task, f"--task {config.task}"  # the option that determines it
     if config.pooling != "auto":
         if task not in ("auto", "embed"):
             raise ValueError(f"--pooling {config.pooling} contradicts --task {task}")
-        task = "embed"
+        task, option = "embed", f"--pooling {config.pooling}"
     if model.classifier:
         if task not in ("auto", "score"):
-            raise CheckpointError(f"--task {task}: the model has a head that can only score")
+            raise CheckpointError(f"{option}: the model has a head that can only score")
         if config.pool != "none":
             raise CheckpointError(f"--pool {config.pool}: the model has a head that can only score")
         return ModelTask(StoredPooling(model.classifier.pooling, normalizes=False))
     if config.pool != "none":
-        return _find_both(config, checkpoint, task, has_head)
+        if task not in ("auto", "generate"):
+            raise ValueError(f"--pool {config.pool} contradicts {option}: it is for generation")
+        return _find_both(config, checkpoint, has_head)
     if task in ("generate", "score"):
         if not has_head:
             raise CheckpointError(f"--task {task}: the model has no output head and can only embed")
@@ -247,13 +249,8 @@ def find_task(
     return ModelTask(stored)
 
 
-def _find_both(
-    config: EngineConfig, checkpoint: Checkpoint, task: str, has_head: bool
-) -> ModelTask:
-    """Return the task of a model that generates and embeds (--pool). Raises as `find_task`."""
-    if task not in ("auto", "generate"):
-        other = f"--task {task}" if config.pooling == "auto" else f"--pooling {config.pooling}"
-        raise ValueError(f"--pool {config.pool} contradicts {other}: it is for generation")
+def _find_both(config: EngineConfig, checkpoint: Checkpoint, has_head: bool) -> ModelTask:
+    """Return the task of a model that generates and embeds (--pool). Raises CheckpointError."""
     if not has_head:
         raise CheckpointError(
             f"--pool {config.pool}: the model has no output head and can only embed"
@@ -268,8 +265,10 @@ def _stored_pooling(config: EngineConfig, checkpoint: Checkpoint) -> StoredPooli
     except CheckpointError as error:
         if config.pooling == "auto" and config.pool == "none":
             raise
+        is_pool = config.pooling == "auto"
+        option = f"--pool {config.pool}" if is_pool else f"--pooling {config.pooling}"
         log.warning(
-            "an option replaces the model's pooling settings, which cannot be used: %s", error
+            "%s replaces the model's pooling settings, which cannot be used: %s", option, error
         )
         return None
 
@@ -288,15 +287,20 @@ def score_ids(tokenizer_json: bytes) -> tuple[int, int]:
 
 def with_separator(model: ModelConfig, tokenizer_json: bytes) -> ModelConfig:
     """Return the config of a model that scores pairs, with the token that ends a pair's first text
-    if the model tells its texts apart by it."""
+    if the model tells its texts apart by it. Raises CheckpointError if no special token ends it."""
     positions = model.positions
     if positions is None or positions.num_types < 2:
         return model
     pair = load_tokenizer(tokenizer_json).encode("a", "b")
     if 1 not in pair.type_ids:
         return model
-    separator = pair.ids[pair.type_ids.index(1) - 1]
-    return replace(model, positions=replace(positions, separator=separator))
+    last = pair.type_ids.index(1) - 1  # token of the first text
+    if last < 0 or not pair.special_tokens_mask[last]:
+        raise CheckpointError(
+            "tokenizer.json does not frame pairs with special tokens: the model tells a pair's "
+            "texts apart by the one behind the first text"
+        )
+    return replace(model, positions=replace(positions, separator=pair.ids[last]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,12 +108,15 @@ class EngineConfig:
     )
     max_running: int = option(64, "maximum sequences in a batch", min=1, max=4096)
     chunk_size: int = option(
-        0, "tokens per prefill chunk; 0: measured at start, about 100 ms of work", min=0
+        0,
+        "tokens per prefill chunk; 0: measured at start, about 100 ms of work; an encoder ignores "
+        "it: one chunk is a whole text of up to its context length",
+        min=0,
     )
     step_tokens: int = option(
         0,
         "maximum tokens that one step computes; 0 (also the minimum): max_running + one prefill "
-        "chunk",
+        "chunk, of an encoder its context length",
         min=0,
     )
     context_len: int = option(0, "maximum context length in tokens; 0: the model's maximum", min=0)

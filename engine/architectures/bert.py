@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from pdserve.engine.checkpoints import Checkpoint, View, first_of
 from pdserve.engine.models import (
-    DENSE,
+    CLASSIFIER_DENSE,
+    CLASSIFIER_OUT,
     EMBEDDING,
     EMBEDDING_NORM,
     POSITIONS,
     PRE_NORMS,
-    SCORE,
     TYPES,
     Classifier,
     Encoder,
@@ -23,10 +23,10 @@ from pdserve.engine.models import (
 )
 from pdserve.engine.models.hf_config import (
     HfConfig,
+    has_sigmoid,
     integer,
     layer_norms,
     num_layers,
-    one_score,
     standard,
 )
 
@@ -45,24 +45,25 @@ UNUSED = ("pooler.", "cls.", "lm_head.")  # heads
 
 
 def parse(hf: HfConfig) -> ModelConfig:
-    return parse_bert(hf, first=0)
+    return parse_bert(hf)
 
 
 def parse_scorer(hf: HfConfig) -> ModelConfig:
     """Parse the config of BERT with a head that scores pairs of texts."""
-    head = Classifier("cls", activation="tanh", sigmoid=one_score(hf))
+    head = Classifier("cls", activation="tanh", sigmoid=has_sigmoid(hf))
     return replace(parse(hf), classifier=head)
 
 
-def parse_bert(hf: HfConfig, first: int) -> ModelConfig:
-    """Parse the config of BERT or of a model with its layers. `first`: the row of the position
-    embeddings that belongs to the first token."""
+def parse_bert(hf: HfConfig, padding: int | None = None) -> ModelConfig:
+    """Parse the config of BERT or of a model with its layers. `padding`: the id of padding in a
+    model whose positions begin behind it (see LearnedPositions)."""
     if hf.get("position_embedding_type", "absolute") != "absolute" or hf.get("is_decoder"):
         raise UnsupportedModel(
             "config fields position_embedding_type and is_decoder: only an encoder with absolute "
             "positions is supported"
         )
-    num_positions = integer(hf, "max_position_embeddings", minimum=first + 1) - first
+    unused = 0 if padding is None else padding + 1
+    num_positions = integer(hf, "max_position_embeddings", minimum=unused + 1) - unused
     return standard(
         {"hidden_act": "gelu", **hf, "max_position_embeddings": num_positions},
         norms=PRE_NORMS,
@@ -73,13 +74,13 @@ def parse_bert(hf: HfConfig, first: int) -> ModelConfig:
         ffn_bias=True,
         tied_head=True,
         layers=(LayerConfig(rope=None),) * num_layers(hf),
-        positions=LearnedPositions(num_positions, integer(hf, "type_vocab_size", 2), first),
+        positions=LearnedPositions(num_positions, integer(hf, "type_vocab_size", 2), padding),
         encoder=Encoder(post_norm=True),
     )
 
 
 def stored(config: ModelConfig) -> dict[str, View]:
-    head = {DENSE: "pooler.dense", SCORE: "classifier"}
+    head = {CLASSIFIER_DENSE: "pooler.dense", CLASSIFIER_OUT: "classifier"}
     return stored_bert(config, PREFIX, head)
 
 

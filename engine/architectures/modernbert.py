@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from pdserve.engine.checkpoints import Checkpoint, View, first_of, fused
 from pdserve.engine.models import (
-    DENSE,
+    CLASSIFIER_DENSE,
+    CLASSIFIER_NORM,
+    CLASSIFIER_OUT,
     EMBEDDING,
     EMBEDDING_NORM,
-    NORM,
     PRE_NORMS,
-    SCORE,
     Classifier,
     Encoder,
     LayerConfig,
@@ -21,10 +21,10 @@ from pdserve.engine.models import (
 )
 from pdserve.engine.models.hf_config import (
     HfConfig,
+    has_sigmoid,
     head_dim,
     integer,
     num_layers,
-    one_score,
     positive,
     read_rope,
     standard,
@@ -84,7 +84,7 @@ def parse_scorer(hf: HfConfig) -> ModelConfig:
         dense_bias=bool(hf.get("classifier_bias", False)),
         norm_eps=config.norm_eps,
         norm_bias=config.norm_bias,
-        sigmoid=one_score(hf),
+        sigmoid=has_sigmoid(hf),
     )
     return replace(config, classifier=head)
 
@@ -105,7 +105,8 @@ def stored(config: ModelConfig) -> dict[str, View]:
             for name, view in fused("", other, parts).items():
                 views[f"{here}{module}{name}"] = view
     if config.classifier:
-        modules |= {DENSE: "head.dense", NORM: "head.norm", SCORE: "classifier"}
+        modules |= {CLASSIFIER_DENSE: "head.dense", CLASSIFIER_NORM: "head.norm"}
+        modules[CLASSIFIER_OUT] = "classifier"
     for name, other in modules.items():
         views |= {f"{name}.{leaf}": View(f"{other}.{leaf}") for leaf in ("weight", "bias")}
     views[EMBEDDING] = View("embeddings.tok_embeddings.weight")

@@ -1,7 +1,13 @@
 """Transformer models described as lists of parts (products, norms, attention), and the decoders
 that compute those parts."""
 
-from pdserve.engine.models.classifier import DENSE, NORM, SCORE, Classifier, ScoreHead
+from pdserve.engine.models.classifier import (
+    CLASSIFIER_DENSE,
+    CLASSIFIER_NORM,
+    CLASSIFIER_OUT,
+    Classifier,
+    ScoreHead,
+)
 from pdserve.engine.models.config import (
     Encoder,
     LayerConfig,

@@ -70,8 +70,8 @@ class NormPlacement:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """In what an encoder differs from a decoder, besides that its attention sees later tokens: the
-    first layer begins with a norm of the embeddings, which replaces the residual stream."""
+    """The settings of an encoder. Its attention sees later tokens, and its first layer begins with
+    a norm of the embeddings, which replaces the residual stream."""
 
     post_norm: bool = False  # every norm replaces the residual stream
 

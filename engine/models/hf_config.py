@@ -412,14 +412,22 @@ def with_experts(
     )
 
 
-def one_score(hf: HfConfig) -> bool:
+def has_sigmoid(hf: HfConfig) -> bool:
     """Return whether the score of a model with a classification head is the sigmoid of its sum, as
     sentence-transformers' settings say; True if they are absent. Raises UnsupportedModel for a
     head with several labels or another activation."""
-    labels = len(table(hf, "id2label")) or 2  # transformers' default
-    if labels != 1:
+    names = table(hf, "id2label")
+    if hf.get("num_labels") is None and not names:
         raise UnsupportedModel(
-            f"config field id2label has {labels} labels: a reranker has one, whose value is a score"
+            "config fields num_labels and id2label are absent, so the head has transformers' "
+            "default of 2 labels: a reranker has one, whose value is a score"
+        )
+    labels = integer(hf, "num_labels", len(names))
+    if labels != 1:
+        field = "id2label" if hf.get("num_labels") is None else "num_labels"
+        raise UnsupportedModel(
+            f"config field {field} gives {labels} labels: a reranker has one, whose value is a "
+            "score"
         )
     name = table(hf, "sentence_transformers").get("activation_fn")
     name = name or hf.get("sbert_ce_default_activation_function") or "Sigmoid"

@@ -14,9 +14,9 @@ from typing import Any
 
 from pdserve.engine.checkpoints import Checkpoint, View, ViewedCheckpoint, first_of
 from pdserve.engine.checkpoints.gguf import GgufMapping
-from pdserve.engine.models.classifier import SCORE, Classifier
+from pdserve.engine.models.classifier import CLASSIFIER_OUT, Classifier
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
-from pdserve.engine.models.hf_config import HfConfig, one_score, table
+from pdserve.engine.models.hf_config import HfConfig, has_sigmoid, table
 from pdserve.engine.models.layer import EMBEDDING, tensor_shapes
 
 PREFIX = "model."  # of all tensors except the head
@@ -72,11 +72,11 @@ def scorer_of(architecture: str, decoder: ModelSpec) -> ModelSpec:
 
     def parse(hf: HfConfig) -> ModelConfig:
         """Parse the config of a decoder with a head that scores pairs of texts."""
-        head = Classifier("last", bias=False, sigmoid=one_score(hf))
+        head = Classifier("last", bias=False, sigmoid=has_sigmoid(hf))
         return replace(decoder.parse(hf), classifier=head, tied_head=True, head_bias=False)
 
     def stored(config: ModelConfig) -> dict[str, View]:
-        return {**decoder.stored(config), f"{SCORE}.weight": View("score.weight")}
+        return {**decoder.stored(config), f"{CLASSIFIER_OUT}.weight": View("score.weight")}
 
     return ModelSpec((architecture,), parse, stored=stored, unused=decoder.unused)
 

@@ -13,8 +13,8 @@ from pdserve.engine.api import (
 from pdserve.engine.constraints import check_constraints
 from pdserve.engine.kv import blocks_for
 
-# vLLM's words, and the remedy.
-NO_EMBEDDINGS = "The model does not support Embeddings API; start it with --pool last or mean"
+NO_EMBEDDINGS = "The model does not support Embeddings API"  # vLLM's words
+REMEDY = "; start it with --pool last or mean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class EngineLimits:
     # "last", "mean" or "cls" of a model that only embeds or scores, which generates nothing.
     pooling: str = ""
     pool: str = ""  # "last" or "mean" of a generating model that also embeds
+    scores: bool = False  # the model is a reranker whose score is the probability of a token
 
     def __post_init__(self) -> None:
         if not self.step_tokens:
@@ -86,7 +87,7 @@ class EngineLimits:
                     f"a token id is outside the vocabulary of {self.vocab_size} ids", "prompt"
                 )
         if request.pool and not (self.pooling or self.pool):
-            raise InvalidRequest(NO_EMBEDDINGS, "model")
+            raise InvalidRequest(NO_EMBEDDINGS + ("" if self.scores else REMEDY), "model")
         if self.pooling and not request.pool:
             raise InvalidRequest("The model does not support text generation", "model")
         if request.pool:

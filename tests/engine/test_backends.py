@@ -1,13 +1,20 @@
 """The backend that the options select, and errors for unavailable ones."""
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from builders.paged_runner import read_config
+from builders.tiny_models import write_tiny
 
 from pdserve.engine.api import EngineConfig
+from pdserve.engine.architectures import parse_config
 from pdserve.engine.backends import choose
+from pdserve.engine.models import Encoder, LearnedPositions, UnsupportedModel
 
 
 def test_auto_selects_a_backend(subtests: pytest.Subtests) -> None:
@@ -56,6 +63,21 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ValueError, match=r"needs triton: .*pdserve\[torch,cuda\]"):
         choose(EngineConfig(device="cuda"))
+
+
+def test_what_cuda_kernels_do_not_compute(tmp_path: Path) -> None:
+    from pdserve.engine.models.cuda import CudaDecoder
+
+    config = parse_config(read_config(write_tiny(tmp_path, "gpt2")))
+    device = torch.device("cpu")
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"encoder": Encoder()}, "does not compute encoders"),
+        ({"positions": LearnedPositions(64, num_types=2)}, "does not compute token types"),
+        ({"positions": LearnedPositions(64, padding=1)}, "positions that do not count padding"),
+    )
+    for refused, message in cases:
+        with pytest.raises(UnsupportedModel, match=message):
+            CudaDecoder(replace(config, **refused), pytest.fail, torch.float32, "float32", device)
 
 
 def test_the_pool_leaves_memory_for_windows_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
-"""Vectors and scores of encoders from the engine equal transformers', and are the same bit for bit
-alone and in a batch."""
+"""Vectors and scores of encoders from the engine equal transformers'. On the native kernels they
+are the same bit for bit alone and in a batch."""
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,15 @@ from pdserve.text.tokenizer.tokenizer import Tokenizer as TextTokenizer
 LENGTHS = (1, 2, 5, 17, 64, 65, 90, 150)  # below and beyond a tile of keys and a window
 POOLINGS = {"bert": "cls", "xlm_roberta": "mean", "modernbert": "last"}
 MODES = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken"}
+IDENTITY = "torch.nn.modules.linear.Identity"
+# Architectures with settings of their heads, and whether the score is the sigmoid of the result.
+HEADS: tuple[tuple[str, dict[str, Any], bool], ...] = (
+    *((arch, {}, True) for arch in ENCODERS),
+    ("bert", {"sbert_ce_default_activation_function": IDENTITY}, False),
+    ("xlm_roberta", {"sentence_transformers": {"activation_fn": IDENTITY}}, False),
+    ("modernbert", {"classifier_pooling": "mean"}, True),
+    ("modernbert", {"classifier_bias": True, "norm_bias": True}, True),
+)
 
 
 def engine_of(path: Path, kernels: str = "native", **options: Any) -> Engine:
@@ -40,13 +50,13 @@ def engine_of(path: Path, kernels: str = "native", **options: Any) -> Engine:
 
 def requests() -> list[Request]:
     rng = random.Random(3)
-    # Without ids of padding, which RoBERTa leaves out when it counts positions.
     prompts = [[rng.randrange(2, 300) for _ in range(length)] for length in LENGTHS]
+    prompts += [[0, 1, 5, 2], [1, 1, 7, 1, 8, 2]]  # 1: padding, which RoBERTa does not count
     return [replace(ask(f"r{len(ids)}", ids), pool=True) for ids in prompts]
 
 
-def vectors(engine: Engine, *asked: Request) -> dict[str, tuple[float, ...]]:
-    return {event.key: event.values for event in of(run(engine, *asked), Pooled)}
+def vectors(engine: Engine, *texts: Request) -> dict[str, tuple[float, ...]]:
+    return {event.key: event.values for event in of(run(engine, *texts), Pooled)}
 
 
 def test_vectors_equal_those_of_transformers(subtests: pytest.Subtests, tmp_path: Path) -> None:
@@ -68,36 +78,38 @@ def test_vectors_equal_those_of_transformers(subtests: pytest.Subtests, tmp_path
 
 def test_scores_equal_those_of_transformers(subtests: pytest.Subtests, tmp_path: Path) -> None:
     pairs = [("what is it?", "the thing."), ("a", "b. " * 30), ("who, me", "a")]
-    for arch in ENCODERS:
-        path = write_scorer(tmp_path / arch, arch)
+    for number, (arch, settings, has_sigmoid) in enumerate(HEADS):
+        path = write_scorer(tmp_path / str(number), arch, **settings)
         model = AutoModelForSequenceClassification.from_pretrained(
             path, attn_implementation="eager"
         ).eval()
         library = Tokenizer.from_file(str(path / "tokenizer.json"))
         library.no_padding()
         tokenizer = TextTokenizer((path / "tokenizer.json").read_bytes(), TextModelInfo(300))
-        asked, want = [], {}
+        frames, want = [], {}
         for pair in pairs:
             encoded = library.encode(*pair)
-            types = {"token_type_ids": torch.tensor([encoded.type_ids])} if arch == "bert" else {}
+            ids = torch.tensor([encoded.ids])
+            fields = {"token_type_ids": torch.tensor([encoded.type_ids])} if arch == "bert" else {}
+            fields["attention_mask"] = torch.ones_like(ids)
             with torch.inference_mode():
-                logits = model(torch.tensor([encoded.ids]), **types).logits
-            asked.append(replace(ask(pair[0], tokenizer.encode_pair(*pair)), pool=True))
-            want[pair[0]] = float(torch.sigmoid(logits))
+                logits = model(ids, **fields).logits
+            frames.append(replace(ask(pair[0], tokenizer.encode_pair(*pair)), pool=True))
+            want[pair[0]] = float(torch.sigmoid(logits) if has_sigmoid else logits)
             with subtests.test(arch, pair=pair):
-                assert asked[-1].prompt_ids == tuple(encoded.ids)
+                assert frames[-1].prompt_ids == tuple(encoded.ids)
                 cut = tokenizer.encode_pair(*pair, len(encoded.ids) - 1)
                 assert len(cut) == len(encoded.ids) - 1
                 assert cut[-1] == encoded.ids[-1]
         for kernels in ("reference", "native"):
-            with subtests.test(arch, kernels=kernels):
-                found = vectors(engine_of(path, kernels), *asked)
-                scores = {key: score for key, (score,) in found.items()}
+            with subtests.test(arch, **settings, kernels=kernels):
+                pooled = vectors(engine_of(path, kernels), *frames)
+                scores = {key: score for key, (score,) in pooled.items()}
                 assert scores == pytest.approx(want, abs=1e-4)
                 assert len({round(score, 3) for score in scores.values()}) == len(pairs)
     with subtests.test("several labels"):
         path = write_scorer(tmp_path / "labels", "bert", num_labels=3)
-        with pytest.raises(CheckpointError, match="id2label has 3 labels"):
+        with pytest.raises(CheckpointError, match="id2label gives 3 labels"):
             engine_of(path)
 
 
@@ -111,15 +123,15 @@ def test_decoders_with_a_head_score_as_transformers(
         model = AutoModelForSequenceClassification.from_pretrained(
             path, attn_implementation="eager"
         ).eval()
-        asked = [replace(ask(f"r{n}", range(9, 9 + n)), pool=True) for n in (1, 40, 130)]
+        texts = [replace(ask(f"r{n}", range(9, 9 + n)), pool=True) for n in (1, 40, 130)]
         with torch.inference_mode():
-            logits = [model(torch.tensor([list(one.prompt_ids)])).logits for one in asked]
-        want = {one.key: float(torch.sigmoid(x)) for one, x in zip(asked, logits, strict=True)}
+            logits = [model(torch.tensor([list(one.prompt_ids)])).logits for one in texts]
+        want = {one.key: float(torch.sigmoid(x)) for one, x in zip(texts, logits, strict=True)}
         with subtests.test(arch):
             engine = engine_of(path, kv_dtype="float32")
-            first = {key: score for key, (score,) in vectors(engine, *asked).items()}
+            first = {key: score for key, (score,) in vectors(engine, *texts).items()}
             assert first == pytest.approx(want, abs=1e-4)
-            again = {key: score for key, (score,) in vectors(engine, *asked).items()}
+            again = {key: score for key, (score,) in vectors(engine, *texts).items()}
             assert again == first, "a hit of the prefix cache changes a score"
 
 
@@ -127,6 +139,13 @@ def test_a_pair_never_gets_special_tokens_from_its_texts(tmp_path: Path) -> None
     path = write_scorer(tmp_path, "bert")
     tokenizer = TextTokenizer((path / "tokenizer.json").read_bytes(), TextModelInfo(300))
     assert tokenizer.encode_pair("a [SEP] b", "[CLS]").count(3) == 2
+
+
+def test_a_pair_needs_a_special_token_between_its_texts(tmp_path: Path) -> None:
+    file = write_scorer(tmp_path, "bert") / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": None}))
+    with pytest.raises(CheckpointError, match="does not frame pairs with special tokens"):
+        engine_of(tmp_path)
 
 
 def test_early_names_of_norms(tmp_path: Path) -> None:
@@ -142,7 +161,9 @@ def test_early_names_of_norms(tmp_path: Path) -> None:
     assert vectors(engine_of(path), *requests()) == want
 
 
-def test_what_an_encoder_does_not_do(subtests: pytest.Subtests, tmp_path: Path) -> None:
+def test_what_an_encoder_does_not_do(
+    subtests: pytest.Subtests, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write_encoder(tmp_path, "xlm_roberta", mode="")
     engine = engine_of(path)
     with subtests.test("longer than its positions"):
@@ -150,6 +171,15 @@ def test_what_an_encoder_does_not_do(subtests: pytest.Subtests, tmp_path: Path) 
         assert vectors(engine, replace(ask("whole", [7] * 198), pool=True))
         with pytest.raises(ContextLengthExceeded, match="maximum context length is 198 tokens"):
             engine.submit(replace(ask("more", [7] * 199), pool=True))
+    with subtests.test("chunks"):
+        reason = "a step of an encoder computes a whole text of up to 198 tokens"
+        assert f"--chunk-size 64 has no effect: {reason}" in caplog.text
+        with pytest.raises(ValueError, match=rf"--max-running 64 \+ 198: {reason}"):
+            engine_of(path, step_tokens=64 + 197)
+    with subtests.test("pooling of a head that scores"):
+        scorer = write_scorer(tmp_path / "scorer", "xlm_roberta")
+        with pytest.raises(CheckpointError, match="--pooling mean: the model has a head that can"):
+            engine_of(scorer, pooling="mean")
     with subtests.test("text"):
         with pytest.raises(InvalidRequest, match="does not support text generation"):
             engine.submit(ask("a", [5, 6]))

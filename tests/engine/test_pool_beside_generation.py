@@ -145,8 +145,12 @@ def test_kv_is_that_of_engines_without_the_option(build: Build) -> None:
 
 
 def test_without_the_option_the_refusal_names_it() -> None:
+    """A reranker cannot have the option."""
+    request = replace(ask("a", [1, 2, 3]), pool=True)
     with pytest.raises(InvalidRequest, match="--pool last or mean"):
-        fake_engine().submit(replace(ask("a", [1, 2, 3]), pool=True))
+        fake_engine().submit(request)
+    with pytest.raises(InvalidRequest, match=r"The model does not support Embeddings API$"):
+        fake_engine(scores=True).submit(request)
 
 
 def test_tenants_take_turns_between_embeddings_and_generations() -> None:
@@ -177,7 +181,9 @@ def test_the_option_is_for_models_that_generate(
         load_model(EngineConfig(model=str(headless), pool="mean"), lambda *_: None)
 
 
-def test_the_option_prevails_over_the_pooling_of_the_files(tmp_path: Path) -> None:
+def test_the_option_prevails_over_the_pooling_of_the_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The model generates; its files only say whether vectors are normalized."""
     path = write_embedder(tmp_path / "m", "qwen3", headless=False, normalizes=False)
     config = EngineConfig(model=str(path), pool="mean", **OPTIONS)
@@ -186,3 +192,4 @@ def test_the_option_prevails_over_the_pooling_of_the_files(tmp_path: Path) -> No
     write_pooling(path, "max_tokens")
     card = load_model(config, lambda *_: None).card
     assert (card.pool, card.normalizes) == ("mean", True)
+    assert "--pool mean replaces the model's pooling settings" in caplog.text

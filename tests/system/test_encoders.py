@@ -28,14 +28,14 @@ def test_embeddings(subtests: pytest.Subtests, tmp_path: Path) -> None:
         client = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0)
         with subtests.test("vectors"):
             tokenizer.no_truncation()
-            found = client.embeddings.create(model="bert", input=texts)
+            response = client.embeddings.create(model="bert", input=texts)
             ids = [tokenizer.encode(text).ids for text in texts]
-            assert found.usage.prompt_tokens == sum(map(len, ids))
-            for item, text_ids in zip(found.data, ids, strict=True):
+            assert response.usage.prompt_tokens == sum(map(len, ids))
+            for item, text_ids in zip(response.data, ids, strict=True):
                 got = torch.tensor(item.embedding)
                 torch.testing.assert_close(got, oracle.embedding(text_ids), atol=1e-4, rtol=0)
             alone = client.embeddings.create(model="bert", input=texts[2])
-            assert alone.data[0].embedding == found.data[2].embedding
+            assert alone.data[0].embedding == response.data[2].embedding
         too_long = pytest.raises(openai.BadRequestError, match="maximum context length is 200")
         with subtests.test("a text beyond the positions"), too_long:
             client.embeddings.create(model="bert", input="a " * 300)

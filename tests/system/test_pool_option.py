@@ -40,17 +40,17 @@ def prompts(count: int, length: int) -> list[list[int]]:
 
 
 def embed(api: openai.OpenAI, inputs: list[list[int]]) -> list[list[float]]:
-    found = api.embeddings.create(model=NAME, input=inputs)
-    return [item.embedding for item in found.data]
+    response = api.embeddings.create(model=NAME, input=inputs)
+    return [item.embedding for item in response.data]
 
 
 def streaming(api: openai.OpenAI, max_tokens: int) -> tuple[list[Stream], list[threading.Thread]]:
     """Start four streams, each in a thread."""
-    asked: list[dict[str, Any]] = [
+    prompted: list[dict[str, Any]] = [
         {"prompt": f"{n}: once", "max_tokens": max_tokens, "temperature": 0.7, "seed": n}
         for n in range(4)
     ]
-    streams = [Stream(options) for options in asked]
+    streams = [Stream(options) for options in prompted]
     threads = [threading.Thread(target=stream.run, args=(api, NAME)) for stream in streams]
     for thread in threads:
         thread.start()
@@ -113,10 +113,10 @@ def test_a_mixed_fleet(folder: Path, system: ReplaceableSystem) -> None:
     killer = threading.Thread(target=strike)
     streams, threads = streaming(api, 1000)
     killer.start()
-    found = api.embeddings.create(model=NAME, input=inputs, extra_body=salted)
+    response = api.embeddings.create(model=NAME, input=inputs, extra_body=salted)
     killer.join(LIMIT_S)
     assert system.view().retries > retries, "the killed worker had no work"
-    assert [item.embedding for item in found.data] == want
+    assert [item.embedding for item in response.data] == want
     assert answers(streams, threads) == quiet
     system.workers.remove(dying)
     system.retire(last)

@@ -35,6 +35,7 @@ from pdserve.kernels.cuda.layer import (
     gated,
     norm,
     prepare_heads,
+    xielu,
 )
 from pdserve.kernels.cuda.linear import (
     DeviceMatrix,
@@ -267,6 +268,8 @@ def layers() -> list[tuple[str, Callable[[], object]]]:
         found.append((f"gated {kind}", partial(gated, pair, kind)))
         if kind != "swiglu_oai":
             found.append((f"activated {kind}", partial(activated, pair, kind)))
+    curve = {"a": 0.7, "b": 0.9, "beta": 0.4, "eps": -1e-6}
+    found.append(("activated xielu", partial(xielu, pair, **curve)))
     for dim in (64, 80, 128, 256):
         for kv_dtype in (BF16, torch.float16):
             found.append((f"heads of {dim} to {kv_dtype}", partial(_heads, dim, kv_dtype)))

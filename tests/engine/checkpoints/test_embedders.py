@@ -111,9 +111,12 @@ def test_the_pooling_option_changes_nothing_else(tmp_path: Path) -> None:
     assert (card.pooling, card.normalizes, card.context_len) == ("mean", False, 100)
 
 
-def test_an_option_can_replace_unsupported_pooling(embedder: Path) -> None:
+def test_an_option_can_replace_unsupported_pooling(
+    embedder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_pooling(embedder, "max_tokens")
     card, _ = load(embedder, pooling="mean")
+    assert "--pooling mean replaces the model's pooling settings" in caplog.text
     assert (card.pooling, card.normalizes) == ("mean", True)
 
 

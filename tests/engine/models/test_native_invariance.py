@@ -172,8 +172,8 @@ def shares_change_nothing(
     layers = decoder.config.layers
     full = sum(not layer.window for layer in layers)  # windows make rows similar
     table = decoder.config.positions
-    most = table.num_positions - LENGTH if table else max(contexts)
-    for longest in {min(longest, most) for longest in contexts}:
+    limit = table.num_positions - LENGTH if table else max(contexts)
+    for longest in {min(longest, limit) for longest in contexts}:
         with subtests.test(longest=longest):
             runner = PagedRunner(decoder, num_blocks=700)
             sequences = {"x": text(0)} | {f"o{i:02}": text(100 + i) for i in range(30)}

@@ -8,6 +8,8 @@ import pytest
 
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.models import (
+    POSITIONS,
+    Classifier,
     ExpertRouting,
     LatentAttention,
     LearnedPositions,
@@ -282,6 +284,79 @@ APERTUS_8B = {
     "tie_word_embeddings": False,
     "vocab_size": 131072,
 }
+BGE_SMALL = {
+    "architectures": ["BertModel"],
+    "hidden_act": "gelu",
+    "hidden_size": 384,
+    "id2label": {"0": "LABEL_0"},
+    "intermediate_size": 1536,
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "pad_token_id": 0,
+    "position_embedding_type": "absolute",
+    "type_vocab_size": 2,
+    "vocab_size": 30522,
+}
+MS_MARCO_MINI_LM = {
+    **BGE_SMALL,
+    "architectures": ["BertForSequenceClassification"],
+    "num_hidden_layers": 6,
+    "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
+}
+BGE_M3 = {
+    "architectures": ["XLMRobertaModel"],
+    "hidden_act": "gelu",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 8194,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "pad_token_id": 1,
+    "position_embedding_type": "absolute",
+    "type_vocab_size": 1,
+    "vocab_size": 250002,
+}
+BGE_RERANKER_BASE = {
+    **BGE_M3,
+    "architectures": ["XLMRobertaForSequenceClassification"],
+    "hidden_size": 768,
+    "id2label": {"0": "LABEL_0"},
+    "intermediate_size": 3072,
+    "max_position_embeddings": 514,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+}
+GTE_MODERNBERT = {
+    "architectures": ["ModernBertModel"],
+    "attention_bias": False,
+    "classifier_activation": "gelu",
+    "classifier_bias": False,
+    "classifier_pooling": "mean",
+    "global_attn_every_n_layers": 3,
+    "global_rope_theta": 160000.0,
+    "hidden_activation": "gelu",
+    "hidden_size": 768,
+    "intermediate_size": 1152,
+    "local_attention": 128,
+    "local_rope_theta": 10000.0,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "norm_bias": False,
+    "norm_eps": 1e-05,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 22,
+    "pad_token_id": 50283,
+    "position_embedding_type": "absolute",
+    "vocab_size": 50368,
+}
+GTE_RERANKER_MODERNBERT = {
+    **GTE_MODERNBERT,
+    "architectures": ["ModernBertForSequenceClassification"],
+    "id2label": {"0": "LABEL_0"},
+}
 COMMAND_R = {
     "architectures": ["CohereForCausalLM"],
     "attention_bias": False,
@@ -422,6 +497,49 @@ def test_apertus_8b() -> None:
     }
     with pytest.raises(UnsupportedModel, match="config field hidden_act='silu': expected xielu"):
         parse_config(APERTUS_8B | {"hidden_act": "silu"})
+
+
+def test_bert_and_xlm_roberta() -> None:
+    config = parse_config(BGE_SMALL)
+    assert shapes(config) == (12, 12, 12, 32)
+    assert (config.context_len, config.positions) == (512, LearnedPositions(512, num_types=2))
+    assert (config.norm_eps, config.activation, config.gated) == (1e-12, "gelu", False)
+    config = parse_config(BGE_M3)
+    assert shapes(config) == (24, 16, 16, 64)
+    positions = LearnedPositions(8192, num_types=1, padding=1)
+    assert config.positions == positions
+    assert positions.shapes(1024)[POSITIONS] == (8194, 1024)
+    assert (config.context_len, config.norm_eps) == (8192, 1e-5)
+
+
+def test_modernbert() -> None:
+    config = parse_config(GTE_MODERNBERT)
+    assert shapes(config) == (22, 12, 12, 64)
+    assert [layer.window for layer in config.layers] == ([0, 65, 65] * 8)[:22]
+    assert [layer.rope for layer in config.layers[:2]] == [
+        RopeConfig(1.6e5, 64),
+        RopeConfig(1e4, 64),
+    ]
+    assert (config.context_len, config.positions, config.norm_bias) == (8192, None, False)
+
+
+def test_heads_that_score() -> None:
+    """A config of two labels states neither their number nor their names."""
+    assert parse_config(MS_MARCO_MINI_LM).classifier == Classifier("cls", "tanh", sigmoid=False)
+    assert parse_config(BGE_RERANKER_BASE).classifier == Classifier("cls", "tanh")
+    assert parse_config(GTE_RERANKER_MODERNBERT).classifier == Classifier(
+        "mean", "gelu", dense_bias=False, norm_eps=1e-5
+    )
+    unnamed = {key: x for key, x in BGE_RERANKER_BASE.items() if key != "id2label"}
+    assert parse_config(unnamed | {"num_labels": 1}) == parse_config(BGE_RERANKER_BASE)
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({}, "num_labels and id2label are absent"),
+        ({"num_labels": 3}, "num_labels gives 3 labels"),
+        ({"id2label": {"0": "a", "1": "b"}}, "id2label gives 2 labels"),
+    )
+    for labels, message in cases:
+        with pytest.raises(UnsupportedModel, match=message):
+            parse_config(unnamed | labels)
 
 
 def test_command_r_has_the_context_of_its_tokenizer() -> None:

@@ -30,16 +30,16 @@ def test_activation(shape: tuple[int, int], dtype: torch.dtype, most: float, kin
         assert (activated(x, kind).double() - formula).norm() <= most * formula.norm()
 
 
-@pytest.mark.parametrize(("dtype", "most"), DTYPES)
-def test_xielu(dtype: torch.dtype, most: float) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+def test_xielu(dtype: torch.dtype, tolerance: float) -> None:
     curve = {"a": 0.7, "b": 0.9, "beta": 0.4, "eps": -1e-6}
     for shape in SHAPES:
         draw = torch.Generator().manual_seed(sum(shape))
         x = (torch.randn(shape, generator=draw) * 5).to(dtype)
         formula = reference.xielu(x.float(), **curve)
-        ours = xielu(x, **curve)
-        assert (ours.dtype, ours.shape) == (dtype, shape)
-        assert (ours.float() - formula).norm() <= most * formula.norm()
+        actual = xielu(x, **curve)
+        assert (actual.dtype, actual.shape) == (dtype, shape)
+        assert (actual.float() - formula).norm() <= tolerance * formula.norm()
 
 
 def test_saturated_activations_are_finite() -> None:

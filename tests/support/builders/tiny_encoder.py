@@ -62,9 +62,10 @@ def write_encoder(
     return path
 
 
-def write_scorer(path: Path, arch: str, num_labels: int = 1) -> Path:
+def write_scorer(path: Path, arch: str, num_labels: int = 1, **overrides: Any) -> Path:
     """Write a tiny random encoder with a classification head."""
-    return write_encoder(path, arch, "", "ForSequenceClassification", num_labels=num_labels)
+    head = "ForSequenceClassification"
+    return write_encoder(path, arch, "", head, num_labels=num_labels, **overrides)
 
 
 def _framed(tokenizer: Tokenizer, single: str, pair: str) -> Tokenizer:
