@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pdserve.engine.api import RANK, EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.architectures import find_spec, known_specs
 from pdserve.engine.backends import Backend, ModelDecoder, choose
 from pdserve.engine.checkpoints import (
@@ -477,7 +477,8 @@ def _card(
         generation_config=with_recommended(text.generation_config, resolved.name),
         config_digest=configuration_digest(model, task.kind),
         is_encoder=model.encoder is not None,
-        pooling=RANK if model.classifier else task.kind,
+        pooling="" if model.classifier else task.kind,
+        scores_pairs=model.classifier is not None,
         pool=task.pool.kind if task.pool else "",
         normalizes=any(stored.normalizes for stored in (task.pooling, task.pool) if stored),
         hidden_size=model.hidden_size,

@@ -15,12 +15,12 @@ from struct import pack
 from typing import TypeVar
 
 from pdserve.gateway.admission import AdmittedRequest
-from pdserve.gateway.capabilities import pooling_of
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.metrics import RequestMetrics
 from pdserve.gateway.router_client import Upstream, merge
 from pdserve.protos.common_pb2 import INTERNAL, SamplingParams, Start
 from pdserve.protos.router_pb2 import RequestEvent
+from pdserve.services.common.capabilities import pooling_of
 from pdserve.services.common.errors import ServiceError
 
 AT_ONCE = 32  # inputs of one call at the router at once

@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol
 
 from pdserve.gateway.admission import AdmissionLimits, AdmittedRequest
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.capabilities import generates
 from pdserve.gateway.catalog import Catalog, ServedModel
 from pdserve.gateway.completion import Completions
 from pdserve.gateway.metrics import (
@@ -29,6 +28,7 @@ from pdserve.gateway.pooling import PoolingRuns, PreparedInputs
 from pdserve.gateway.prepared_completion import PreparedCompletion, Prompt, ToolLoop
 from pdserve.gateway.router_client import Upstream
 from pdserve.gateway.sampling import client_errors, refuse, to_wire
+from pdserve.services.common.capabilities import generates
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.rate_limits import RateLimits
 from pdserve.services.common.tracing import NO_TRACER, Tracer

@@ -13,7 +13,7 @@ from dataclasses import replace
 from numbers import Integral
 from typing import Any, TypeVar, Unpack
 
-from pdserve.engine.api import RANK, InvalidRequest, Request
+from pdserve.engine.api import InvalidRequest, Request
 from pdserve.engine.api import SamplingParams as EngineParams
 from pdserve.engine.checkpoints import CardData
 from pdserve.llm.chat import ChatOptions, chat_request
@@ -62,7 +62,7 @@ class PromptMaker:
         model_info = TextModelInfo(card.vocab_size, card.eos_ids, card.bos_id, card.adds_bos)
         self._text = text = TextModel(model_info, files)
         self._name = card.name
-        self._scores = card.pooling == RANK
+        self._scores_pairs = card.scores_pairs
         self._steps = Preparation(
             card, text.tokenizer, text.defaults, parsers, text.tool_parser, text.reasoning_parser
         )
@@ -103,7 +103,7 @@ class PromptMaker:
 
     def embedding(self, prompt: Prompt) -> Request:
         """Build an embedding request. Raises InvalidRequest, TypeError for a non-prompt."""
-        if self._scores:
+        if self._scores_pairs:
             raise InvalidRequest("The model scores pairs of texts; it does not embed", "model")
         with invalid_requests():
             return Request("", tuple(self.encode(prompt)), EngineParams(), 0, pool=True)

@@ -4,7 +4,6 @@ parameters."""
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.api.request import (
     CONTEXT_EXCEEDED,
-    RANK,
     ChoiceState,
     ClientParams,
     ContextLengthExceeded,

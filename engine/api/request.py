@@ -247,9 +247,6 @@ class PromptScored:
     logprobs: tuple[TokenLogprob, ...]
 
 
-RANK = "rank"  # CardData.pooling of a model whose head scores pairs of texts
-
-
 @dataclass(frozen=True, slots=True)
 class Pooled:
     """Event: the embedding of the prompt, hidden_size float32 numbers that are not normalized; of a

@@ -41,9 +41,9 @@ class CardData:
     weights_bytes: int  # on disk
     generation_config: dict[str, Any] = field(default_factory=dict)
     config_digest: str = ""  # hex; over the checkpoint's settings of rope, norms and windows
-    # "last", "mean" or "cls" of a model that only embeds; RANK if its head scores pairs of texts.
-    pooling: str = ""
-    pool: str = ""  # generative models that also embed: "last" or "mean"
+    pooling: str = ""  # of a model that only embeds: "last", "mean" or "cls"
+    pool: str = ""  # of a generating model that also embeds: "last" or "mean"
+    scores_pairs: bool = False  # a head scores pairs; the model neither generates nor embeds
     normalizes: bool = False  # embeddings have length 1
     hidden_size: int = 0
     score_ids: tuple[int, ...] = ()  # rerankers: the ids of the tokens yes and no

@@ -10,7 +10,6 @@ from pydantic import AfterValidator, Field, WithJsonSchema
 from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.capabilities import embeds, generates
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.http.api import JsonPieces, array_json, object_json
 from pdserve.gateway.http.fields import NON_GENERATION_FIELDS
@@ -20,6 +19,7 @@ from pdserve.gateway.openai.request_models import OwnedBody, base, texts_or_ids
 from pdserve.gateway.pooling import PreparedInputs, base64_of, shaped
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service, not_supported
+from pdserve.services.common.capabilities import embeds, generates
 
 MAX_INPUTS = 2048  # as in OpenAI
 MAX_ANSWER_BYTES = 128 << 20  # of the vectors of a call

@@ -18,7 +18,6 @@ from pydantic_core import from_json, to_json
 from starlette.responses import JSONResponse
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.capabilities import embeds, generates, scoring_of
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.http.api import ErrorFormat
 from pdserve.gateway.http.body import BodyReader
@@ -48,6 +47,7 @@ from pdserve.gateway.openai.response_models import (
 )
 from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import UNAVAILABLE, ModelCard
+from pdserve.services.common.capabilities import embeds, generates, scoring_of
 from pdserve.services.common.errors import ServiceError
 
 ANTHROPIC_VERSION = "anthropic-version"  # the header of requests to Anthropic's API

@@ -19,13 +19,13 @@ from itertools import chain
 from typing import TypeVar
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.capabilities import Scoring, scoring_of
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.model_texts import check_room
 from pdserve.gateway.openai import embedding_ids
 from pdserve.gateway.pooling import PreparedInputs, cosine
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service, not_supported
+from pdserve.services.common.capabilities import Scoring, scoring_of
 from pdserve.services.common.errors import ServiceError
 
 BEFORE = (

@@ -26,6 +26,7 @@ from pdserve.protos.router_pb2 import (
     WorkerView,
 )
 from pdserve.protos.router_pb2_grpc import RouterStub
+from pdserve.services.common.capabilities import merged_card
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.rpc import BLOB_CACHE_BYTES, BlobCache, may_be_closed, read_blob
 
@@ -130,8 +131,8 @@ class ModelFiles:
         self, replies: Mapping[str, ListModelsResponse | None], routers: Iterable[str]
     ) -> Sequence[ModelCard]:
         """Merge the model cards of several routers, using a router's last reply (at most OLD_S old)
-        if it has no new one. Of two cards with the same name, one with `pool` wins, else
-        that of the router that comes first."""
+        if it has no new one. If cards with different tokenizers have one name, that of the router
+        that comes first counts."""
         now = asyncio.get_running_loop().time()
         recent = {a: listed for a, listed in self._listed.items() if now - listed[0] <= OLD_S}
         new = {a: (now, tuple(reply.models)) for a, reply in replies.items() if reply is not None}
@@ -139,13 +140,13 @@ class ModelFiles:
         self._listed = {
             address: merged_replies[address] for address in routers if address in merged_replies
         }
-        cards: dict[str, ModelCard] = {}
+        cards: dict[str, list[ModelCard]] = {}
         for _, models in self._listed.values():
             for card in models:
-                known = cards.setdefault(card.name, card)
-                if card.pool and not known.pool:
-                    cards[card.name] = card
-        return tuple(cards[name] for name in sorted(cards))
+                known = cards.setdefault(card.name, [])
+                if not known or card.kv_identity.tokenizer == known[0].kv_identity.tokenizer:
+                    known.append(card)
+        return tuple(merged_card(cards[name]) for name in sorted(cards))
 
     async def blob(self, routers: Sequence[LiveRouter], digest: str) -> bytes:
         async def fetch(digest: str) -> bytes:

@@ -40,6 +40,7 @@ from pdserve.services.common.rpc import TokensOutbox
 from pdserve.services.common.tracing import NO_TRACER, TraceContext, Tracer
 from pdserve.services.decode.attempt import DecodeOutbox, DecodeSession, ServedAttempt, Transcript
 from pdserve.services.decode.convert import (
+    check_pooling,
     to_embedding,
     to_prompt_logprobs,
     to_request,
@@ -90,6 +91,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             if len(admit.attempt) != ID_BYTES or admit.attempt in self._served:
                 text = f"the attempt id must be new and have {ID_BYTES} bytes"
                 raise ServiceError(pb.INVALID_ARGUMENT, text, "attempt")
+            check_pooling(start, runtime.hello.card)
             request = to_request(admit.attempt.hex(), start, prompt_ids)
         except ServiceError as error:
             self.refuse(session, admit, error)

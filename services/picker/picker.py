@@ -237,6 +237,7 @@ class EndpointPicker:
                         tenant=tenant.id,
                         hosts=sorted(hosts),
                         tokenizer=prompt.tokenizer,
+                        pooling=prompt.pooling,
                     )
                 )
         except TimeoutError:

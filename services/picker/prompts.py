@@ -20,6 +20,7 @@ from pdserve.gateway.readiness import Readiness
 from pdserve.gateway.rerank import RerankApi
 from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import CANCELLED
+from pdserve.services.common.capabilities import pooling_of
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.tenants import Tenant
 from pdserve.text import ChatCompletionRequest, TextCompletionRequest
@@ -33,6 +34,7 @@ class RequestPrompt:
     ids: Sequence[int]
     cache_salt: bytes
     tokenizer: str
+    pooling: str  # as in Start
 
 
 _recorded_prompts: ContextVar[list[RequestPrompt]] = ContextVar("recorded_prompts")
@@ -50,7 +52,7 @@ class PromptService(Service):
         if isinstance(request, TextCompletionRequest):
             request = replace(request, prompts=request.prompts[:1])
         (prompt,) = await self.prompt_tokens(request, model, caller.tenant.id)
-        raise _end(model, prompt.ids, request.cache_salt, caller)
+        raise _end(model, prompt.ids, request.cache_salt, "", caller)
         yield
 
     @asynccontextmanager
@@ -65,7 +67,7 @@ class PromptService(Service):
     ) -> AsyncIterator[PreparedInputs]:
         model = await self.catalog.get(model_name)
         inputs = await tokenized(model)
-        raise _end(model, list(inputs[0]), cache_salt, caller)
+        raise _end(model, list(inputs[0]), cache_salt, pooling_of(model.card), caller)
         yield
 
     async def count_prompt(self, request: ChatCompletionRequest, caller: Caller) -> int:
@@ -74,12 +76,12 @@ class PromptService(Service):
 
 
 def _end(
-    model: ServedModel, ids: Sequence[int], client_salt: bytes, caller: Caller
+    model: ServedModel, ids: Sequence[int], client_salt: bytes, pooling: str, caller: Caller
 ) -> ServiceError:
     """Record the prompt. Returns the error that ends its request."""
     salt = caller.tenant.cache_salt(client_salt)
     _recorded_prompts.get().append(
-        RequestPrompt(model.card.name, ids, salt, model.card.kv_identity.tokenizer)
+        RequestPrompt(model.card.name, ids, salt, model.card.kv_identity.tokenizer, pooling)
     )
     return ServiceError(CANCELLED, "the prompt is known; the request is not run")
 

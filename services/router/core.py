@@ -15,6 +15,7 @@ from pdserve.protos import fleet_pb2
 from pdserve.protos.router_pb2 import FleetView, WorkerView
 from pdserve.protos.worker_pb2 import DecodeEvent
 from pdserve.services.common.auth.access import Access
+from pdserve.services.common.capabilities import merged_card
 from pdserve.services.common.rpc import RequestProgress, TokenRow
 from pdserve.services.common.tracing import NO_TRACER, Tracer
 from pdserve.services.router.dispatcher import Dispatcher
@@ -266,8 +267,7 @@ class RouterCore:
     def models(self) -> list[pb.ModelCard]:
         """Return one model info (ModelCard) for each model name that decode workers accept work
         for, sorted by name. If workers with different tokenizers serve a name, the tokenizer with
-        the most workers counts, of equals the newest. If only some of these also embed, the model
-        does, by the first pooling in alphabetical order."""
+        the most workers counts, of equals the newest."""
         pools: dict[str, dict[str, list[pb.ModelCard]]] = {}
         for worker in self.fleet.workers.values():
             if worker.role == fleet_pb2.DECODE and worker.stays:
@@ -275,11 +275,7 @@ class RouterCore:
                 infos = tokenizers.setdefault(worker.identity.tokenizer, [])
                 infos.append(worker.hello.card)
         newest_first = {name: reversed(list(pools[name].values())) for name in sorted(pools)}
-        largest = [max(tokenizers, key=len) for tokenizers in newest_first.values()]
-        return [
-            min((info for info in infos if info.pool), key=lambda info: info.pool, default=infos[0])
-            for infos in largest
-        ]
+        return [merged_card(max(tokenizers, key=len)) for tokenizers in newest_first.values()]
 
     def view(self) -> FleetView:
         """Return the workers with their loads and states, and the router's counters, for metrics

@@ -220,6 +220,9 @@ class Dispatcher:
         if not is_served:
             text = f"model {quoted(request.model)} is not served"
             return ServiceError(pb.MODEL_NOT_FOUND, text, "model")
+        if not (resumed or start.pool) and self.placer.only_pools(request.model):
+            text = "the model's workers only embed or score; they do not generate text"
+            return ServiceError(pb.INVALID_ARGUMENT, text, "model")
         if not resumed and self.placer.is_unread(request):
             text = "the model's tokenizer has changed since the prompt was tokenized; send it again"
             return ServiceError(pb.UNAVAILABLE, text, "", 1.0)

@@ -270,11 +270,12 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 context,
                 ServiceError(pb.INVALID_ARGUMENT, "prompt_ids must not be empty", "prompt_ids"),
             )
-        if self._core.refuses(WorkerPool(request.model, request.tokenizer), request.tenant):
+        pooling = request.pooling if request.HasField("pooling") else None
+        pool = WorkerPool(request.model, request.tokenizer, pooling)
+        if self._core.refuses(pool, request.tenant):
             return rpc.PickReply(overloaded=True)
         hosts, ids = frozenset(request.hosts), list(request.prompt_ids)
-        cache_salt, tokenizer = request.cache_salt, request.tokenizer
-        query = PickQuery(request.model, ids, cache_salt, tokenizer, hosts)
+        query = PickQuery(pool, ids, request.cache_salt, hosts)
         picked_workers = [
             rpc.PickedWorker(host=host, cached_tokens=cached)
             for host, cached in self._core.pick(query)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdserve.engine.api import RANK, Step
+from pdserve.engine.api import Step
 from pdserve.engine.checkpoints import CardData
 from pdserve.engine.engine import Engine
 from pdserve.engine.handoff.connection import usable
@@ -32,6 +32,7 @@ from pdserve.engine.transport.cuda_ipc import opener
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.common_pb2 import KvIdentity as WireIdentity
 from pdserve.protos.common_pb2 import ModelCard
+from pdserve.services.common.capabilities import embeds, generates
 from pdserve.services.common.rpc import PROTOCOL_VERSION, blob_digest
 from pdserve.services.worker.settings import WorkerSettings
 
@@ -150,7 +151,7 @@ class WorkerRuntime(ABC):
         )
         self.figures = {
             "model": card.name,
-            "task": task_of(card),
+            "task": task_of(message),
             "kv_tokens": engine.limits.num_blocks * engine.limits.block_size,
             "chunk_size": engine.limits.chunk_size,
             "transports": list(transports),
@@ -268,13 +269,11 @@ def shm_folder(configured: str) -> str:
     return str(folder) if is_own_folder and not status.st_mode & 0o077 else ""
 
 
-def task_of(card: CardData) -> str:
+def task_of(card: ModelCard) -> str:
     """Return what a model does: "embed", "score", "chat", or "complete" for a base model."""
-    if card.score_ids or card.pooling == RANK:
-        return "score"
-    if card.pooling:
-        return "embed"
-    return "chat" if card.chat_template else "complete"
+    if generates(card):
+        return "chat" if card.template_digest else "complete"
+    return "embed" if embeds(card) else "score"
 
 
 def model_card(card: CardData, identity: KvIdentity, spec: KvSpec) -> tuple[ModelCard, list[bytes]]:
@@ -305,5 +304,6 @@ def model_card(card: CardData, identity: KvIdentity, spec: KvSpec) -> tuple[Mode
         hidden_size=card.hidden_size,
         score_token_ids=card.score_ids,
         pool=card.pool,
+        scores_pairs=card.scores_pairs,
     )
     return message, [card.tokenizer_json, template, generation]

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from pdserve.engine.kv import KvIdentity, KvSpec, decode_spec
 from pdserve.protos import fleet_pb2 as pb
+from pdserve.services.common.capabilities import only_pools, pooling_of
 from pdserve.services.common.stall_detector import StallDetector
 from pdserve.services.router.fleet.prefix_index import WorkerPrefixes
 
@@ -103,7 +104,8 @@ class Worker:
     address: str = field(init=False)
     model: str = field(init=False)
     identity: KvIdentity = field(init=False)
-    pooling: str = field(init=False)  # of the embeddings that it computes; empty: it does not
+    pooling: str = field(init=False)  # of its embeddings or scores; empty: it computes neither
+    only_pools: bool = field(init=False)  # it computes no tokens
     kind: WorkerKind = field(init=False)
     # From the load and `unreported`: rebuilt when one of them changes, not on read, because every
     # placement reads it.
@@ -124,7 +126,8 @@ class Worker:
             )
         )
         self.identity = self.kind.identity
-        self.pooling = hello.card.pooling or hello.card.pool
+        self.pooling = pooling_of(hello.card)
+        self.only_pools = only_pools(hello.card)
         self.facts = WorkerFacts(self.incarnation, self.kind)
 
     @property

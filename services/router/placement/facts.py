@@ -192,13 +192,17 @@ class FactsOfWorkers:
         index: PrefixIndex,
         promised: PromisedChains,
         now: float,
+        uses_cache: bool = True,
     ) -> None:
+        """`uses_cache`: whether workers skip the prompt's cached tokens; else none count as cached
+        or promised."""
         self._ids = ids[:-1]  # the last one always runs as a decode row, so it is never a hit
         self._salt = cache_salt
         self._verified = verified  # tokens by incarnation; their prefix events may not have arrived
         self._index = index
         self._promised = promised
         self._now = now
+        self._uses_cache = uses_cache
         self._known: dict[tuple[bytes, int], _KnownBlocks] = {}  # by digest and block size
 
     def of(self, worker: Worker) -> WorkerFacts:
@@ -214,7 +218,7 @@ class FactsOfWorkers:
         for worker in workers:
             if worker.kind is not kind:
                 kind = worker.kind
-                tokens = self._of_kind(kind).tokens
+                tokens = self._of_kind(kind).tokens if self._uses_cache else {}
             if worker.unreported:
                 worker.forget_old_commands(self._now)
             facts = worker.facts

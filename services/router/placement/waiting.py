@@ -25,11 +25,19 @@ class WaitReason(Enum):
 
 
 class WorkerPool(NamedTuple):
-    """What a worker must have to take a request. Empty parts match every worker."""
+    """What a worker must have to take a request."""
 
     model: str
-    tokenizer: str = ""  # digest of the tokenizer that made the prompt's ids
-    pooling: str = ""  # how embeddings are pooled, of a request for one
+    tokenizer: str = ""  # digest of the tokenizer that made the prompt's ids; empty: any
+    # Start.pooling of a request for an embedding or a score; empty: the worker must compute tokens;
+    # None: any worker.
+    pooling: str | None = ""
+
+    @property
+    def uses_cache(self) -> bool:
+        """Whether a worker can skip cached tokens of a prompt. Pooling that needs the states of all
+        tokens computes them again."""
+        return self.pooling in ("", "last", None)
 
 
 class WaitingRequest(Protocol):

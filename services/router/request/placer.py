@@ -53,10 +53,9 @@ WITHOUT_WORKER_S = 1.0  # without any worker, before another router of a sharded
 class PickQuery(NamedTuple):
     """Query of an endpoint picker: a prompt, and the hosts from which to pick one for it."""
 
-    model: str
+    pool: WorkerPool
     ids: list[int]
     cache_salt: bytes
-    tokenizer: str  # the one that made the ids
     hosts: Collection[str]  # hosts whose decode workers are allowed
 
 
@@ -169,6 +168,11 @@ class Placer:
                 has_other = True
         return has_other
 
+    def only_pools(self, model: str) -> bool:
+        """Return whether the staying workers of the model only embed or score."""
+        workers = [worker for worker in self._fleet.of(DECODE, model) if worker.stays]
+        return bool(workers) and all(worker.only_pools for worker in workers)
+
     def _begin(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
         """Begin an attempt of the request on the workers that the placement policy chooses;
         `workers` are the candidates for decode. Returns False if the policy chooses none."""
@@ -217,20 +221,25 @@ class Placer:
         """Return the hosts for an endpoint picker's query, the best for the prompt first, each
         once; empty if none of the query's hosts has a live decode worker for the model. The worker
         on the first host counts as picked (PickedPrompts)."""
+        pool = query.pool
         allowed = [
             worker
-            for worker in serving(
-                self._fleet.of(DECODE, query.model), WorkerPool(query.model, query.tokenizer)
-            )
+            for worker in serving(self._fleet.of(DECODE, pool.model), pool)
             if worker.state is State.LIVE and worker.connected and worker.host in query.hosts
         ]
         self.picks.forget_old(now)  # their promises would count below
         facts = FactsOfWorkers(
-            query.ids, query.cache_salt, {}, self._fleet.prefixes, self.promised, now
+            query.ids,
+            query.cache_salt,
+            {},
+            self._fleet.prefixes,
+            self.promised,
+            now,
+            pool.uses_cache,
         )
         free = self._free(allowed, now) or allowed
         workers = [self.picks.counted(candidate, now) for candidate in facts.of_all(free)]
-        senders = facts.of_all(taking_work(self._fleet.of(PREFILL, query.model), now))
+        senders = facts.of_all(taking_work(self._fleet.of(PREFILL, pool.model), now))
         prompt = PromptFacts(len(query.ids) - 1)
         decision = decide(prompt, workers, senders, self._rules, self._rng)
         if decision is None:
@@ -242,7 +251,7 @@ class Placer:
         cached = {w.incarnation: min(w.cached_tokens, prompt.num_tokens) for w in workers}
         order = [best, *(self._fleet.workers[w.incarnation] for w in others)]
         waits = decision.follows or decision.prefill is not None  # for KV, as in `opened`
-        key = prompt_key(query.model, query.cache_salt, query.ids)
+        key = prompt_key(pool.model, query.cache_salt, query.ids)
         self.picks.add(
             key, best.incarnation, facts.chain(best), 0 if waits else len(query.ids), now
         )
@@ -271,7 +280,15 @@ class Placer:
         self, request: RoutedRequest, promised: PromisedChains, now: float
     ) -> FactsOfWorkers:
         ids, salt = request.progress.prefix_ids(), request.progress.start.cache_salt
-        return FactsOfWorkers(ids, salt, request.verified, self._fleet.prefixes, promised, now)
+        return FactsOfWorkers(
+            ids,
+            salt,
+            request.verified,
+            self._fleet.prefixes,
+            promised,
+            now,
+            request.pool.uses_cache,
+        )
 
     def target_for(self, request: RoutedRequest, now: float) -> Worker | None:
         """Return another decode worker to which the running request can migrate with its KV, or
@@ -433,6 +450,6 @@ def reads(worker: Worker, tokenizer: str) -> bool:
 def serving(workers: Sequence[Worker], pool: WorkerPool) -> Sequence[Worker]:
     """Return those workers of the pool's model that are in the pool."""
     tokenizer, pooling = pool.tokenizer, pool.pooling
-    if pooling:
-        workers = [w for w in workers if w.pooling == pooling]
+    if pooling is not None:
+        workers = [w for w in workers if (w.pooling == pooling if pooling else not w.only_pools)]
     return [w for w in workers if reads(w, tokenizer)] if tokenizer else workers

@@ -89,7 +89,9 @@ class RoutedRequest:
         self.span = span
         self.id = start.request
         self.model = start.model
-        self.pool = WorkerPool(start.model, start.tokenizer, start.pooling)
+        # A gateway of release 0.1 does not name the pooling.
+        pooling = (start.pooling or None) if start.pool else ""
+        self.pool = WorkerPool(start.model, start.tokenizer, pooling)
         self.tenant = start.tenant
         self.state = Routing(
             epoch=start.epoch,

@@ -80,7 +80,7 @@ async def test_models_list_their_capabilities(make_http):
     thinks.template_digest = "thinks"
     embeds.pooling = "last"
     judges.score_token_ids.extend((1, 2))
-    ranks.pooling = "rank"
+    ranks.scores_pairs = True
     both = served("both")[0]
     both.ClearField("template_digest")
     both.pool = "mean"

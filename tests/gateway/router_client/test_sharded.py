@@ -131,6 +131,14 @@ async def test_a_model_embeds_if_workers_at_one_router_do(sharded):
         sharded[address].pool = ""
 
 
+async def test_routers_with_different_pooling(sharded):
+    """Every gateway takes the same, whichever router it prefers."""
+    for own in sharded.routers:
+        for address in sharded.routers:
+            sharded[address].pool = "last" if address == own else "mean"
+        assert [card.pool for card in await sharded.client.models()] == ["last"]
+
+
 async def test_the_model_list_of_a_hanging_router_expires(sharded, monkeypatch):
     there = list(sharded.routers)[3]
     sharded[there].models = ["rare"]

@@ -4,8 +4,10 @@ them.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from builders.engine_kit import ask, fake_engine, of, run
+from systems.eventually import eventually
 from systems.parking import EPOCH, another, ask_again
 from systems.worker_kit import Pair, prompt
 
@@ -13,6 +15,7 @@ from pdserve.engine.api import Pooled
 from pdserve.protos import common_pb2 as pb
 
 ENGINE = {"pooling": "mean"}
+ENDS = {"finished", "failed"}
 
 
 def pooled(ids: list[int]) -> list[float]:
@@ -81,6 +84,40 @@ def test_a_worker_embeds_and_generates(with_pair: Callable[..., None]) -> None:
         await pair.at_rest()
 
     with_pair(test, engine={"pool": "mean"})
+
+
+def test_a_prompt_is_pooled_only_as_the_start_says(with_pair: Callable[..., None]) -> None:
+    """A router of release 0.1 sends a Start to any worker of the model, and a gateway of that
+    release names no pooling but expects an embedding.
+    """
+    cards: list[tuple[dict[str, Any], list[str]]] = [
+        ({"pooling": "last"}, ["last", ""]),
+        ({"pool": "mean"}, ["mean", ""]),
+        ({"scores_pairs": True}, ["score"]),
+        ({}, [""]),
+    ]
+
+    async def test(pair: Pair) -> None:
+        assert pair.decode_worker.runtime is not None
+        card = pair.decode_worker.runtime.hello.card
+        for fields, expected in cards:
+            for name in ("pooling", "pool", "scores_pairs"):
+                card.ClearField(name)
+            card.MergeFrom(pb.ModelCard(**fields))
+            answered = []
+            for pooling in ("last", "mean", "score", ""):
+                attempt = pair.admit(prompt(9), remote=False, pool=True, pooling=pooling)
+                await eventually(lambda a=attempt: ENDS & {*pair.decode.kinds(a)})
+                if "finished" in pair.decode.kinds(attempt):
+                    answered.append(pooling)
+                    continue
+                failed = await pair.decode.wait("failed", attempt)
+                assert failed.failure.code == pb.UNAVAILABLE
+                assert failed.failure.retry_after_ms
+            assert answered == expected
+        await pair.at_rest()
+
+    with_pair(test, engine=ENGINE)
 
 
 def test_an_embedding_model_refuses_to_generate(with_pair: Callable[..., None]) -> None:

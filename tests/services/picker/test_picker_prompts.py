@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fakes.in_process_text import InProcessPool
+from fakes.pooled_answers import embedder
 from fakes.router import FakeRouter, saying, served
 from fakes.scripted_service import scripted_service
 
@@ -118,7 +119,15 @@ async def test_a_prompt_equals_the_gateway_s(subtests: pytest.Subtests) -> None:
             assert prompt is not None
             assert list(prompt.ids) == list(start.prompt_ids)
             assert (prompt.model, prompt.cache_salt) == (start.model, start.cache_salt)
+            assert prompt.pooling == start.pooling == ""
             assert upstream.starts == []
+
+
+async def test_an_embedding_s_pooling() -> None:
+    body = json.dumps({"model": "embedder", "input": "hello"}).encode()
+    prompt = await reader(embedder()).read("/v1/embeddings", body, EVERYBODY)
+    assert prompt is not None
+    assert prompt.pooling == "last"
 
 
 async def test_the_operators_template_and_thinking_count() -> None:

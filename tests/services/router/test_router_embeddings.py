@@ -9,8 +9,10 @@ from systems.dispatcher_world import CARD, World
 
 from pdserve.engine.kv import Mixing
 from pdserve.protos import common_pb2 as pb
-from pdserve.protos.fleet_pb2 import DECODE, WorkerHello
-from pdserve.services.router.fleet import COMPATIBLE_WORKER_WAIT_S
+from pdserve.protos.fleet_pb2 import DECODE, Load, PrefixEvents, WorkerHello
+from pdserve.services.router.fleet import COMPATIBLE_WORKER_WAIT_S, PrefixIndex
+from pdserve.services.router.placement import FactsOfWorkers, PromisedChains, WorkerPool
+from pdserve.services.router.request import PickQuery
 
 pytestmark = pytest.mark.anyio
 LONG = list(range(600))
@@ -95,6 +97,10 @@ def placed(world: World) -> list[tuple[str, str]]:
     return [(admit.start.request, w.pooling) for w, admit in world.commands("admit")]
 
 
+def failures(world: World) -> dict[str, pb.Failure]:
+    return {e.failed.request: e.failed.failure for e in world.events if e.HasField("failed")}
+
+
 def busy(world: World, pool: str, seconds: float) -> None:
     for worker in world.fleet.workers.values():
         if worker.pooling == pool:
@@ -145,20 +151,65 @@ def test_an_embedding_waits_for_a_worker_that_returns() -> None:
     embed(world, "never", "mean")
     world.pass_time(1.0)
     world.pass_time(COMPATIBLE_WORKER_WAIT_S + 1.0)
-    failed = {e.failed.request: e.failed.failure for e in world.events if e.HasField("failed")}
-    assert failed["never"].code == pb.UNAVAILABLE
-    assert "pooling of embeddings (mean)" in failed["never"].message
+    failed = failures(world)["never"]
+    assert failed.code == pb.UNAVAILABLE
+    assert "pooling of embeddings (mean)" in failed.message
+
+
+ONLY_POOL: list[dict[str, Any]] = [{"pooling": "mean"}, {"scores_pairs": True}]
+
+
+def test_text_goes_to_workers_that_generate() -> None:
+    world = mixed()
+    for card in ONLY_POOL:
+        world.join(DECODE, **card)
+    both = world.join(DECODE, pool="mean")
+    for number in range(3):
+        world.submit(f"text {number}")
+    embed(world, "s", "score")
+    texts = [w for w, admit in world.commands("admit") if admit.start.request.startswith("text")]
+    assert texts == [both] * 3
+    assert placed(world)[-1] == ("s", "score")
+    world.leave(both)
+    world.submit("refused")
+    assert failures(world)["refused"].code == pb.INVALID_ARGUMENT
+    assert failures(world)["refused"].param == "model"
+
+
+def test_an_earlier_gateway_names_no_pooling() -> None:
+    world = mixed()
+    world.join(DECODE, pooling="mean")
+    embed(world, "e", "")
+    assert placed(world) == [("e", "mean")]
+
+
+def test_only_pooling_by_last_counts_cached_tokens() -> None:
+    for pooling, cached in (("last", 32), ("mean", 0)):
+        world = mixed(pooling, pooling)
+        has_prefix, idle = world.fleet.workers.values()
+        ids = list(range(40))
+        facts = FactsOfWorkers(ids, b"e", {}, PrefixIndex(1024), PromisedChains(), world.now)
+        has_prefix.prefixes.apply(PrefixEvents(added=facts.chain(has_prefix)))
+        has_prefix.report(Load(running=2))
+        pool, placer = WorkerPool("m", "", pooling), world.dispatcher.placer
+        embed(world, "e", pooling)
+        ((worker, _),) = world.commands("admit")
+        assert worker is (has_prefix if cached else idle)
+        hosts = {has_prefix.host, idle.host}
+        picked = placer.pick(PickQuery(pool, ids, b"e", hosts), world.now)
+        assert {one.host: one.cached_tokens for one in picked}[has_prefix.host] == cached
 
 
 async def test_the_card_says_that_some_workers_embed(make_cluster: Any) -> None:
     core = (await make_cluster()).router.core
     found = []
     for number, pool in enumerate(("", "mean", "last", "")):
-        card = pb.ModelCard(**CARD, pool=pool)
+        card = pb.ModelCard(**CARD, pool=pool, context_len=number, hidden_size=number)
         hello = WorkerHello(
             role=DECODE, incarnation=bytes([number]) * 16, address=f"10.0.0.1:{number + 1}"
         )
         hello.card.CopyFrom(card)
         core.fleet.join(hello, asyncio.get_running_loop().time())
-        found += [listed.pool for listed in core.models()]
-    assert found == ["", "mean", "last", "last"]
+        found += [(one.pool, one.hidden_size, one.context_len) for one in core.models()]
+    # Only what concerns embeddings is of the worker that embeds.
+    assert found == [("", 0, 0), ("mean", 1, 0), ("last", 2, 0), ("last", 2, 0)]

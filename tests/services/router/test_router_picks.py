@@ -42,7 +42,7 @@ def pick(
     salt: bytes = b"",
     tokenizer: str = "",
 ) -> list[str]:
-    request = PickQuery("m", ids, salt, tokenizer, hosts)
+    request = PickQuery(WorkerPool("m", tokenizer), ids, salt, hosts)
     return [one.host for one in world.dispatcher.placer.pick(request, world.now)]
 
 
@@ -77,7 +77,7 @@ def test_the_worker_with_the_prefix_comes_first() -> None:
 def test_a_prefix_counts_only_with_its_salt() -> None:
     world, workers = fleet(2)
     cache(workers[0], IDS, b"mine")
-    request = PickQuery("m", IDS, b"theirs", "", HOSTS)
+    request = PickQuery(WorkerPool("m"), IDS, b"theirs", HOSTS)
     assert [one.cached_tokens for one in world.dispatcher.placer.pick(request, world.now)] == [0, 0]
     world.now += PICKED_S
     request = request._replace(cache_salt=b"mine")

@@ -9,7 +9,7 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, Load, PrefixEvents
 from pdserve.services.router.fleet import Worker
 from pdserve.services.router.fleet.worker import UNREPORTED_S
-from pdserve.services.router.placement import FactsOfWorkers
+from pdserve.services.router.placement import FactsOfWorkers, WorkerPool
 from pdserve.services.router.request import PickQuery
 from pdserve.services.router.request.machine import ANSWER_S
 from pdserve.services.router.request.placer import MAX_ADMITTING
@@ -57,7 +57,7 @@ def test_a_picker_gets_the_other_workers_by_cost() -> None:
     for worker, waiting in zip(workers, (90_000, 0, 270_000, 180_000), strict=True):
         worker.report(Load(waiting_tokens=waiting))
     hosts = {worker.host for worker in workers}
-    picked = world.dispatcher.placer.pick(PickQuery("m", IDS, b"", "", hosts), world.now)
+    picked = world.dispatcher.placer.pick(PickQuery(WorkerPool("m"), IDS, b"", hosts), world.now)
     order = [workers[number].host for number in (1, 0, 3, 2)]
     assert [one.host for one in picked] == order
 

@@ -36,10 +36,15 @@ def test_the_purpose_of_a_model() -> None:
     assert (both.pooling, both.pool, both.normalizes) == ("", "mean", True)
     reranker, _ = model_card(replace(CARD, score_ids=(9, 2)), IDENTITY, fake_spec())
     assert list(reranker.score_token_ids) == [9, 2]
-    base = replace(CARD, chat_template="")
-    chatting = replace(CARD, chat_template="{{ x }}")
-    cards = (chatting, base, embedder, replace(CARD, score_ids=(9, 2)))
-    assert [task_of(card) for card in cards] == ["chat", "complete", "embed", "score"]
+    scorer, _ = model_card(replace(CARD, scores_pairs=True, hidden_size=48), IDENTITY, fake_spec())
+    assert scorer.scores_pairs
+    # A gateway of release 0.1 embeds with a model that has `pooling`, judges with one that has
+    # `score_token_ids`, and generates with any other. This model's worker refuses to generate.
+    assert (scorer.pooling, list(scorer.score_token_ids)) == ("", [])
+    base, _ = model_card(replace(CARD, chat_template=""), IDENTITY, fake_spec())
+    cards = (generating, base, both, message, reranker, scorer)
+    tasks = ["chat", "complete", "chat", "embed", "score", "score"]
+    assert [task_of(card) for card in cards] == tasks
 
 
 def test_the_card_has_the_whole_identity_and_layout() -> None:

@@ -36,7 +36,7 @@ def reranker(logits: Callable[[Sequence[int]], tuple[float, float]]) -> FakeRout
 def cross_encoder() -> FakeRouter:
     """Serve a model whose head scores pairs: by the length of their prompt."""
     card, blobs = served("scorer")
-    card.pooling = "rank"
+    card.scores_pairs = True
     return FakeRouter(embedding(lambda ids: [1 / len(ids)]), [card], blobs)
 
 

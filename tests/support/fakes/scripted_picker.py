@@ -41,7 +41,7 @@ class BytePrompts:
 
     async def read(self, path: str, body: bytes, tenant: Tenant) -> RequestPrompt | None:
         self.num_read += 1
-        return RequestPrompt("tiny", list(body), tenant.salt, "") if body[:1] == b"{" else None
+        return RequestPrompt("tiny", list(body), tenant.salt, "", "") if body[:1] == b"{" else None
 
 
 def write_error(path: str, error: ServiceError) -> tuple[HttpError, dict[str, object]]:
