@@ -18,12 +18,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
-from builders.tiny_encoder import write_scorer
-from builders.tiny_models import write_tiny
 from systems.eventually import eventually
-from systems.releases import NoRelease, Release, last_release, python_of
+from systems.releases import NoRelease, last_release, python_of
 from systems.replaceable import Replaceable, ReplaceableSystem, tail
 from systems.steady_load import Load, RawClient, asks
 
@@ -189,61 +186,15 @@ async def roll(folder: Path, old: str, old_protocol: int, order: Order) -> Rolle
     return rolled
 
 
-@pytest.fixture
-def last() -> Release:
+@pytest.mark.parametrize("order", [workers_first, front_first])
+def test_an_upgrade_under_load_fails_no_stream(order: Order, tmp_path: Path) -> None:
     try:
-        return last_release()
+        last = last_release()
     except NoRelease as error:
         pytest.skip(f"THE RELEASES WERE NOT TRIED TOGETHER: {error}")
-
-
-@pytest.mark.parametrize("order", [workers_first, front_first])
-def test_an_upgrade_under_load_fails_no_stream(order: Order, last: Release, tmp_path: Path) -> None:
     rolled = asyncio.run(roll(tmp_path, python_of(last), last.protocol, order))
     load = rolled.load
     assert not load.failed
     assert not load.broken
     assert not load.unequal
     assert not any(rolled.exit_codes)
-
-
-def post(gateway: Replaceable, path: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(f"{gateway.url}{path}", json=body, timeout=STAGE_S)
-
-
-def test_a_cross_encoder_behind_an_old_gateway(last: Release, tmp_path: Path) -> None:
-    """An old gateway does not know its head, and must not take a score for a vector."""
-    model = write_scorer(tmp_path / "scorer", "bert")
-    pair = {"query": "a", "documents": ["b", "c d"]}
-    requests: list[tuple[str, dict[str, Any], int]] = [
-        ("/rerank", pair, 200),
-        ("/score", {"text_1": "a", "text_2": "b"}, 200),
-        ("/v1/embeddings", {"input": "a"}, 400),
-        ("/v1/completions", {"prompt": "a"}, 400),
-    ]
-    with ReplaceableSystem(tmp_path) as system:
-        system.router()
-        system.worker("decode", "--model", str(model))
-        old, new = system.gateway(python_of(last)), system.gateway()
-        for path, body, status in requests:
-            body["model"] = model.name
-            assert post(new, path, body).status_code == status, path
-            answer = post(old, path, body)
-            assert answer.status_code == 400, (path, answer.text)
-
-
-def test_an_old_router_between_workers_that_pool_differently(last: Release, tmp_path: Path) -> None:
-    """An old router ignores the pooling of a request; the workers do not."""
-    model = write_tiny(tmp_path / "chat", "qwen3")
-    with ReplaceableSystem(tmp_path, "--model", str(model), "--kv-tokens", "4096") as system:
-        system.router(python=python_of(last))
-        for pooling in ("last", "mean"):
-            system.worker("decode", "--pool", pooling)
-        gateway = system.gateway()
-        body = {"model": model.name, "input": list(range(1, 60))}
-        # Each with a salt, so that no cached prefix keeps them on one worker.
-        bodies = [{**body, "cache_salt": f"{n}"} for n in range(30)]
-        answers = [post(gateway, "/v1/embeddings", body) for body in bodies]
-        assert {answer.status_code for answer in answers} == {200, 503}
-        vectors = [a.json()["data"][0]["embedding"] for a in answers if a.is_success]
-        assert all(vector == vectors[0] for vector in vectors)
