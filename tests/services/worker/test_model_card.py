@@ -6,7 +6,9 @@ import pytest
 from fakes.decoder import fake_spec
 from systems.worker_kit import CARD
 
+from pdserve.engine.api import RANK
 from pdserve.engine.kv import KvIdentity, decode_spec
+from pdserve.gateway.capabilities import Scoring, scoring_of
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.worker.runtime import model_card, task_of
 
@@ -38,8 +40,11 @@ def test_the_purpose_of_a_model() -> None:
     assert list(reranker.score_token_ids) == [9, 2]
     base = replace(CARD, chat_template="")
     chatting = replace(CARD, chat_template="{{ x }}")
-    cards = (chatting, base, embedder, replace(CARD, score_ids=(9, 2)))
-    assert [task_of(card) for card in cards] == ["chat", "complete", "embed", "score"]
+    scorer = replace(CARD, pooling=RANK)
+    cards = (chatting, base, embedder, replace(CARD, score_ids=(9, 2)), scorer)
+    assert [task_of(card) for card in cards] == ["chat", "complete", "embed", "score", "score"]
+    message, _ = model_card(scorer, IDENTITY, fake_spec())
+    assert scoring_of(message) is Scoring.HEAD
 
 
 def test_the_card_has_the_whole_identity_and_layout() -> None:
