@@ -125,11 +125,13 @@ class Tokenizer(Vocabulary):
         prefixes_every_part = _normalizers(self._first) != _normalizers(self._within)
         self._rest = self._first if prefixes_every_part else self._within
 
-    def _frame(self, *texts: str) -> list[list[int]]:
-        """Return the ids that the tokenizer puts before, between and after texts."""
-        framed = self._first.encode(*texts, add_special_tokens=True)
-        gaps, end = [], 0
-        for number in range(len(texts)):
+    def _frame(self, text: str, second: str | None = None) -> list[list[int]]:
+        """Return the ids that the tokenizer puts before and after a text, or before, between and
+        after two."""
+        framed = self._first.encode(text, second)
+        gaps: list[list[int]] = []
+        end = 0
+        for number in range(1 if second is None else 2):
             own = [i for i, sequence in enumerate(framed.sequence_ids) if sequence == number]
             start = own[0] if own else len(framed.ids)  # the vocabulary may lack the text
             gaps.append(framed.ids[end:start])
