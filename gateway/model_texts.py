@@ -94,23 +94,6 @@ class ModelTexts:
                 max_len=max_chars,
             )
 
-    async def pair_ids(
-        self,
-        model: ServedModel,
-        texts: tuple[str, str],
-        param: str,
-        owner: bytes,
-        kept_tokens: int | None,
-    ) -> list[int]:
-        """Return the token ids of a pair of texts, as a model that scores pairs reads them, cut to
-        `kept_tokens` if that is set. Special tokens in the texts are taken as text."""
-        max_chars = _max_prompt_chars(sum(map(len, texts)), model, param)
-        await self._rates.check_text(owner)
-        with _prompt_errors(model, param):
-            return await model.text.workers.pair_ids(
-                owner, texts, kept=kept_tokens, max_len=max_chars
-            )
-
     async def decode(
         self,
         model: ServedModel,
@@ -159,24 +142,35 @@ def kept_ids(
     *,
     from_start: bool = False,
 ) -> Sequence[int]:
-    """Return the last `num_kept` ids of a prompt, keeping a leading bos, or with `from_start` the
-    first ones, keeping a trailing eos; -1 keeps `max_len` ids, which leave enough of the context.
-    Raises ServiceError for another number that is not from 1 to the model's context."""
+    """Return the last `num_kept` ids of a prompt, or with `from_start` the first ones; -1 keeps
+    `max_len` ids, which leave enough of the context. What the tokenizer puts around a text is kept,
+    and a leading bos. Raises ServiceError for another number that keeps none of the text or exceeds
+    the model's context."""
     if num_kept is None:
         return ids
+    prefix_len, suffix_len = _frame_lengths(ids, model)
+    min_len = prefix_len + suffix_len + 1
     if num_kept == -1:
-        num_kept = max(1, max_len)
-    if not 1 <= num_kept <= model.card.context_len:
-        limits = f"-1, or from 1 to {model.card.context_len}"
+        num_kept = max(min_len, max_len)
+    if not min_len <= num_kept <= model.card.context_len:
+        limits = f"-1, or from {min_len} to {model.card.context_len}"
         raise refuse("truncate_prompt_tokens", f"truncate_prompt_tokens must be {limits}")
     if len(ids) <= num_kept:
         return ids
-    model_info = model.text.vocabulary.model_info
-    if from_start:
-        eos = ids[-1:] if ids[-1] in model_info.eos_ids else ids[:0]
-        return [*ids[: num_kept - len(eos)], *eos]
-    bos = ids[:1] if ids[0] == model_info.bos_id else ids[:0]
-    return [*bos, *ids[len(ids) - num_kept + len(bos) :]]
+    start_len = num_kept - suffix_len if from_start else prefix_len
+    return [*ids[:start_len], *ids[len(ids) - num_kept + start_len :]]
+
+
+def _frame_lengths(ids: Sequence[int], model: ServedModel) -> tuple[int, int]:
+    """Return how many ids of a prompt are before and after its text: those of the tokenizer, or a
+    leading bos, which a chat template writes."""
+    prefix, suffix = model.text.frames.prefix, model.text.frames.suffix
+    if prefix and list(ids[: len(prefix)]) == prefix:
+        prefix_len = len(prefix)
+    else:
+        prefix_len = int(bool(ids) and ids[0] == model.text.vocabulary.model_info.bos_id)
+    has_suffix = suffix and list(ids[-len(suffix) :]) == suffix
+    return prefix_len, len(suffix) if has_suffix else 0
 
 
 def check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:

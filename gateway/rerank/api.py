@@ -19,7 +19,8 @@ from pdserve.gateway.http.responses import Reply
 from pdserve.gateway.http.validation import ModelName
 from pdserve.gateway.openai import ErrorObject, OpenAiErrors, PromptUsage
 from pdserve.gateway.openai.request_models import OwnedBody, parse
-from pdserve.gateway.rerank.scores import Scored, ScoreRequest, score
+from pdserve.gateway.rerank.pairs import ScoreRequest
+from pdserve.gateway.rerank.scores import Scored, score
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 

@@ -13,7 +13,7 @@ from systems.fleet import Fleet
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from pdserve.gateway.rerank.scores import AFTER, BEFORE, INSTRUCTION
+from pdserve.gateway.rerank.pairs import AFTER, BEFORE, INSTRUCTION
 
 EXACT = ("--weights", "float32", "--kernels", "native", "--kv-dtype", "float32")
 OPTIONS = ("--task", "score", "--decode", "1", "--prefill", "1", "--kv-tokens", "16384", *EXACT)

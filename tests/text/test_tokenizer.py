@@ -224,9 +224,9 @@ def test_text_and_bytes_of_single_tokens(smollm: Tokenizer, spm: Tokenizer) -> N
         (b"{}", "tokenizer.json"),
         (b'{"model":{"type":"BPE","vocab":{"a":0},"merges":[]}}', "no decoder"),
         (
-            b'{"model":{"type":"BPE","vocab":{"a":0},"merges":[]},"decoder":{"type":"WordPiece",'
-            b'"prefix":"##","cleanup":true}}',
-            "WordPiece",
+            b'{"model":{"type":"BPE","vocab":{"a":0},"merges":[]},"decoder":{"type":"CTC",'
+            b'"pad_token":"<pad>","word_delimiter_token":"|","cleanup":true}}',
+            "CTC",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from pdserve.text.tokenizer.choice_text import ChoiceText, StopMatcher, TextUpdate
 from pdserve.text.tokenizer.vocabulary import (
+    Frames,
     StoredTokens,
     TextModelInfo,
     Vocabulary,

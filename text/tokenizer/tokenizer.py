@@ -16,7 +16,7 @@ import tokenizers
 from pdserve.text.errors import TextError, UnsupportedTokenizer
 from pdserve.text.template_text import CLIENT, LAST
 from pdserve.text.tokenizer.detokenizer import TokenBytes
-from pdserve.text.tokenizer.vocabulary import TextModelInfo, Vocabulary
+from pdserve.text.tokenizer.vocabulary import Frames, TextModelInfo, Vocabulary
 
 MAX_SPECIAL_CHARS = 1024  # of one special token; known ones have at most about 40
 _FIRST = b'"prepend_scheme":"first"'
@@ -116,7 +116,8 @@ class Tokenizer(Vocabulary):
         self.decoder = json.loads(self._first.decoder.__getstate__())
         token_bytes = TokenBytes(self._first.id_to_token, self.decoder)
         super().__init__(model_info, token_bytes, self.special.ids)
-        self._prefix, self._suffix = self._frame()
+        prefix, suffix = self._frame("a")
+        self.frames = Frames(prefix, suffix, self._frame("a", "b"))
         self._first.encode_special_tokens = True  # encode the text of special tokens as plain text
         self._within = _without_prefix(self._first)  # for text that continues other text
         # A Metaspace of scheme "first" adds its space before the first text only, a normalizer
@@ -124,15 +125,21 @@ class Tokenizer(Vocabulary):
         prefixes_every_part = _normalizers(self._first) != _normalizers(self._within)
         self._rest = self._first if prefixes_every_part else self._within
 
-    def _frame(self) -> tuple[list[int], list[int]]:
-        """Return the ids that the tokenizer puts before and after a text, such as bos and eos."""
-        framed = self._first.encode("a", add_special_tokens=True)
-        added = framed.special_tokens_mask
-        text = [index for index, mask in enumerate(added) if not mask] or [len(added)]
-        prefix, suffix = framed.ids[: text[0]], framed.ids[text[-1] + 1 :]
-        if self.model_info.adds_bos and self.model_info.bos_id is not None and not prefix:
-            prefix = [self.model_info.bos_id]
-        return prefix, suffix
+    def _frame(self, text: str, second: str | None = None) -> list[list[int]]:
+        """Return the ids that the tokenizer puts before and after a text, or before, between and
+        after two."""
+        framed = self._first.encode(text, second)
+        gaps: list[list[int]] = []
+        end = 0
+        for number in range(1 if second is None else 2):
+            own = [i for i, sequence in enumerate(framed.sequence_ids) if sequence == number]
+            start = own[0] if own else len(framed.ids)  # the vocabulary may lack the text
+            gaps.append(framed.ids[end:start])
+            end = own[-1] + 1 if own else start
+        gaps.append(framed.ids[end:])
+        if self.model_info.adds_bos and self.model_info.bos_id is not None and not gaps[0]:
+            gaps[0] = [self.model_info.bos_id]
+        return gaps
 
     def encode(self, text: str, *, add_special_tokens: bool, parse_special: bool) -> list[int]:
         """Convert a text to token ids. With `parse_special`, the texts of special tokens become
@@ -144,22 +151,6 @@ class Tokenizer(Vocabulary):
         """
         parts = self.special.split(text) if parse_special else [text]
         return self._framed(self._encode(parts), add_special_tokens)
-
-    def encode_pair(self, first: str, second: str, max_len: int | None = None) -> list[int]:
-        """Convert a pair of texts to token ids with those that the model expects around them; texts
-        of special tokens are plain text. The pair is cut to `max_len` ids, the end of the second
-        text first. Raises TextError if a text is not valid Unicode."""
-        frame = self._first.encode("a", "b")
-        texts = [frame.sequence_ids.index(number) for number in (0, 1)]
-        ends = [len(frame.ids) - frame.sequence_ids[::-1].index(number) for number in (0, 1)]
-        before, between = frame.ids[: texts[0]], frame.ids[ends[0] : texts[1]]
-        after = frame.ids[ends[1] :]
-        ids = [self._plain(text, self._first) for text in (first, second)]
-        if max_len is not None:
-            room = max(0, max_len - len(before) - len(between) - len(after))
-            ids[0] = ids[0][:room]
-            ids[1] = ids[1][: room - len(ids[0])]
-        return [*before, *ids[0], *between, *ids[1], *after]
 
     def encode_rendered(self, rendered: Rendered, *, add_special_tokens: bool = False) -> list[int]:
         """Convert a prompt from a chat template to token ids. No bos is added by default, since
@@ -179,8 +170,10 @@ class Tokenizer(Vocabulary):
     def _framed(self, ids: list[int], add_special_tokens: bool) -> list[int]:
         if not add_special_tokens:
             return ids
-        prefix = [] if ids[: len(self._prefix)] == self._prefix else self._prefix
-        return [*prefix, *ids, *self._suffix]
+        prefix = self.frames.prefix
+        if ids[: len(prefix)] == prefix:
+            prefix = []
+        return [*prefix, *ids, *self.frames.suffix]
 
     def _encode(self, parts: Sequence[str | int]) -> list[int]:
         ids: list[int] = []

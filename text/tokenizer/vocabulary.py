@@ -30,6 +30,19 @@ class TextModelInfo:
     adds_bos: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """The token ids that a tokenizer puts around texts, such as bos and eos.
+
+    prefix, suffix: before and after a text.
+    pair: before, between and after two texts.
+    """
+
+    prefix: list[int]
+    suffix: list[int]
+    pair: list[list[int]]
+
+
 class Vocabulary:
     """Converts token ids to text, for one model."""
 

@@ -90,6 +90,7 @@ def _description(model: TextModel) -> WorkerMessage:
     head = {
         "decoder": model.tokenizer.decoder,
         "special_ids": sorted(model.tokenizer.special.ids),
+        "frames": asdict(model.tokenizer.frames),
         "has_template": model.template is not None,
         "tool_parser": model.tool_parser,
         "reasoning_parser": model.reasoning_parser,
@@ -216,10 +217,6 @@ def _prompt(request: WorkerMessage, model: TextModel, limits: WorkerLimits) -> l
             add_special_tokens=head["add_special_tokens"],
             parse_special=head["parse_special"],
         )
-    if head["op"] == "pair":
-        _set_timer(PROMPT_SIGNAL, limits.prompt_s)
-        first, second = (part.decode("utf-8", "surrogatepass") for part in request.parts)
-        return model.tokenizer.encode_pair(first, second, head["kept"])
     assert model.template is not None  # the gateway checks has_template
     _set_timer(RENDER_SIGNAL, limits.render_s)
     rendered = model.template.render(TemplateInput(**head["conversation"]))

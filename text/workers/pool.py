@@ -25,7 +25,13 @@ from pdserve.text.generation_config import GenerationDefaults
 from pdserve.text.messages import TemplateInput
 from pdserve.text.request import Structure
 from pdserve.text.structured_output import StructureCache
-from pdserve.text.tokenizer import StoredTokens, TextModelInfo, Vocabulary, stored_vocabulary
+from pdserve.text.tokenizer import (
+    Frames,
+    StoredTokens,
+    TextModelInfo,
+    Vocabulary,
+    stored_vocabulary,
+)
 from pdserve.text.workers.connections import (
     ForkServer,
     MessageStream,
@@ -171,16 +177,6 @@ class TokenizerWorkers:
             "max_len": max_len,
         }
         message = WorkerMessage(head, [text.encode("utf-8", "surrogatepass")])
-        return (await self._ids(owner, message, 1, max_len))[0]
-
-    async def pair_ids(
-        self, owner: bytes, texts: tuple[str, str], *, kept: int | None, max_len: int
-    ) -> list[int]:
-        """Convert a pair of texts to at most `max_len` token ids, cut to `kept` ids if that is set
-        (Tokenizer.encode_pair). Raises TextError if a text is invalid or the pair too long;
-        ServiceError UNAVAILABLE if no worker is available in time."""
-        head = {"op": "pair", "kept": kept, "max_len": max_len}
-        message = WorkerMessage(head, [text.encode("utf-8", "surrogatepass") for text in texts])
         return (await self._ids(owner, message, 1, max_len))[0]
 
     async def sequences(self, owner: bytes, texts: Sequence[str]) -> list[list[int]]:
@@ -355,6 +351,7 @@ class LoadedTokenizer(NamedTuple):
 
     workers: TokenizerWorkers
     vocabulary: Vocabulary
+    frames: Frames
     has_template: bool
     defaults: GenerationDefaults
     tool_parser: str  # of the template's family; empty: the template shows no tools
@@ -417,6 +414,7 @@ class TokenizerPool:
         return LoadedTokenizer(
             workers,
             vocabulary,
+            Frames(**loaded["frames"]),
             loaded["has_template"],
             GenerationDefaults(**loaded["defaults"]),
             str(loaded["tool_parser"]),

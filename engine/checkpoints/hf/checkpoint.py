@@ -101,7 +101,6 @@ def directory_text_files(path: Path, config: dict[str, Any]) -> TextFiles:
         _token_id(tokenizer, tokenizer_config.get("bos_token")),
         generation.get("bos_token_id"),
         config.get("bos_token_id"),
-        _token_id(tokenizer, tokenizer_config.get("cls_token")),  # of an encoder
     )
     bos = next((start for start in starts if checked_ids([start], size)), None)
     return TextFiles(
@@ -168,6 +167,11 @@ def _token_names(tokenizer_config: dict[str, Any]) -> dict[str, str | None]:
 MODULES = "modules.json"
 KINDS = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
 MODE = "pooling_mode_"
+# Settings of the module Transformer; sentence-transformers reads the first file that exists.
+TRANSFORMER_SETTINGS = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
 INDEX = "model.safetensors.index.json"
 # Files in which older tools describe the quantization.
 METHOD_FILES = {
@@ -194,7 +198,8 @@ def sentence_pooling(path: Path) -> StoredPooling | None:
         raise CheckpointError(
             f"{path / MODULES}: a model in a subfolder is not supported: {modules[0][1]!r}"
         )
-    settings = read_json_if_exists(path / "sentence_bert_config.json")
+    files = (path / name for name in TRANSFORMER_SETTINGS)
+    settings = next((read_json(file) for file in files if file.exists()), {})
     if settings.get("do_lower_case"):
         raise CheckpointError(f"{path}: do_lower_case is not supported")
     max_len = settings.get("max_seq_length")

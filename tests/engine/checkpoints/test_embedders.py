@@ -84,9 +84,11 @@ def test_without_a_normalize_module(tmp_path: Path) -> None:
 
 
 def test_the_longest_text_is_as_long_as_the_context(embedder: Path) -> None:
-    (embedder / "sentence_bert_config.json").write_text('{"max_seq_length": 100}')
-    card, _ = load(embedder)
-    assert card.context_len == 100
+    for length, kind in ((100, "xlm-roberta"), (90, "roberta"), (80, "bert")):
+        settings = json.dumps({"max_seq_length": length})
+        (embedder / f"sentence_{kind}_config.json").write_text(settings)
+        card, _ = load(embedder)
+        assert card.context_len == length
 
 
 def test_a_model_without_a_head_is_an_embedding_model(embedder: Path) -> None:

@@ -4,18 +4,18 @@ import json
 import time
 from datetime import datetime
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from fakes.router import FakeRouter, failed, placed, saying, served
+from builders.encoder_tokenizers import encoder_tokenizer
+from fakes.pooled_answers import embedder
+from fakes.router import FakeRouter, failed, placed, saying, served, with_tokenizer
 from fakes.scripted_parts import CALLS, ScriptedParts, deltas
 from fakes.tool_model import THINKING, ToolModel, calls
 from oracles.http_errors import LARGE
 from systems.served_gateway import every_kind
 
-from pdserve.gateway.model_texts import kept_ids
 from pdserve.gateway.ollama.request_models import OllamaMessage, conversation
 from pdserve.protos import common_pb2 as pb
 from pdserve.text import TextPart, ToolCallPart
@@ -484,16 +484,19 @@ async def test_a_long_text_is_truncated_unless_refused(make_http):
     assert "context" in refused.json()["error"]
 
 
-def test_a_truncated_text_keeps_its_eos() -> None:
-    info = SimpleNamespace(eos_ids=(9,), bos_id=None)
-    text = SimpleNamespace(vocabulary=SimpleNamespace(model_info=info))
-    model: Any = SimpleNamespace(card=SimpleNamespace(context_len=8), text=text)
-    for ids, kept in (
-        ([1, 2, 3, 4, 9], [1, 2, 9]),
-        ([1, 2, 3, 4, 5], [1, 2, 3]),
-        ([1, 2, 9], [1, 2, 9]),
-    ):
-        assert kept_ids(ids, -1, model, 3, from_start=True) == kept
+async def test_a_truncated_text_keeps_the_tokens_around_it(make_http, subtests):
+    text = "what is it, " * 100
+    for arch in ("bert", "xlm_roberta", "modernbert"):
+        with subtests.test(arch):
+            library = encoder_tokenizer(arch)
+            library.no_padding()
+            library.enable_truncation(200)
+            router = embedder(context_len=200)
+            with_tokenizer(router.cards[0], router.blobs, library.to_str().encode(), ())
+            body = {"model": "embedder", "input": text}
+            reply = await make_http(router).post("/api/embed", json=body)
+            assert reply.status_code == 200, reply.text
+            assert list(router.starts[0].prompt_ids) == library.encode(text).ids
 
 
 async def test_errors(make_http):

@@ -10,9 +10,10 @@ import httpx2
 import openai
 import pytest
 from builders.byte_tokenizer import write_tokenizer
+from builders.encoder_tokenizers import encoder_tokenizer
 from fakes.memory_tracer import MemoryTracer
 from fakes.pooled_answers import HIDDEN, embedder, embedding_chat, vector_of
-from fakes.router import FakeRouter, failed, placed, saying, served
+from fakes.router import FakeRouter, failed, placed, saying, served, with_tokenizer
 from systems.eventually import eventually
 
 from pdserve.gateway.openai import MAX_INPUTS
@@ -113,6 +114,23 @@ async def test_truncation_keeps_the_end(make_http):
     await embed(http, input=[list(range(20))], truncate_prompt_tokens=3)
     await embed(http, input=[list(range(20))], truncate_prompt_tokens=-1)
     assert [list(s.prompt_ids) for s in router.starts] == [[17, 18, 19], list(range(12, 20))]
+
+
+async def test_truncation_keeps_the_tokens_around_a_text(make_http):
+    library = encoder_tokenizer("bert")
+    router = embedder(context_len=200)
+    with_tokenizer(router.cards[0], router.blobs, library.to_str().encode(), ())
+    library.no_padding()
+    library.no_truncation()
+    http = make_http(router)
+    first, *text, last = library.encode("what is it, " * 100).ids
+    for kept, num_text in ((3, 1), (10, 8), (-1, 198)):
+        await embed(http, input="what is it, " * 100, truncate_prompt_tokens=kept)
+        assert list(router.starts[-1].prompt_ids) == [first, *text[-num_text:], last]
+    body = {"model": "embedder", "input": "what", "truncate_prompt_tokens": 2}
+    answer = await http.post(URL, json=body)
+    assert answer.status_code == 400
+    assert "-1, or from 3 to 200" in answer.json()["error"]["message"]
 
 
 async def test_the_context_may_be_all_prompt(make_http):

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from fakes.memory_tracer import MemoryTracer
-from fakes.pooled_answers import cross_encoder, embedder, reranker, vector_of
+from fakes.pooled_answers import embedder, reranker, vector_of
 from fakes.router import FakeRouter, saying
 
 from pdserve.gateway.model_texts import ModelTexts
-from pdserve.gateway.rerank import scores
+from pdserve.gateway.rerank import pairs
 from pdserve.gateway.rerank.api import MAX_TEXTS
-from pdserve.gateway.rerank.scores import AFTER, BEFORE, INSTRUCTION, JudgingIds
+from pdserve.gateway.rerank.pairs import AFTER, BEFORE, INSTRUCTION, PairIds
 
 pytestmark = pytest.mark.anyio
 DOCUMENTS = ["hello world", "w", "hello"]
@@ -161,11 +161,11 @@ async def test_pairs_and_single_texts(make_http):
 async def test_truncation_keeps_the_frame(make_http):
     router = reranker(by_length)
     frame = len(encoded(router, BEFORE)) + len(encoded(router, AFTER))
-    body = {**SCORE, "text_2": "hello " * 500, "truncate_prompt_tokens": frame + 30}
+    body = {**SCORE, "text_2": "hello " * 500, "truncate_prompt_tokens": frame + 150}
     await ask(make_http(router), "/score", body)
     await ask(make_http(router), "/score", {**body, "truncate_prompt_tokens": -1})
     short, fitting = (list(start.prompt_ids) for start in router.starts)
-    assert (len(short), len(fitting)) == (frame + 30, 511)
+    assert (len(short), len(fitting)) == (frame + 150, 511)
     for ids in (short, fitting):
         assert ids[-len(encoded(router, AFTER)) :] == encoded(router, AFTER)
 
@@ -187,7 +187,7 @@ async def test_prompts_share_their_query():
     """Share the query: 2,048 prompts with a query of 32,768 tokens would take 270 MB at four bytes
     each."""
     query = array("I", range(32768))
-    prompts = [JudgingIds(query, array("I", [n])) for n in range(2048)]
+    prompts = [PairIds(query, array("I", [n])) for n in range(2048)]
     assert sum(map(len, prompts)) == 2048 * 32769
     assert list(prompts[7])[-2:] == [32767, 7]
     assert 7 in prompts[7]
@@ -197,7 +197,7 @@ async def test_prompts_share_their_query():
 async def test_the_prompts_of_a_call_share_a_token_limit(make_http, monkeypatch):
     router = reranker(by_length)
     one = len(judged(router, "what", "w"))
-    monkeypatch.setattr(scores, "MAX_CALL_TOKENS", 2 * one)
+    monkeypatch.setattr(pairs, "MAX_CALL_TOKENS", 2 * one)
     http = make_http(router)
     await ask(http, "/rerank", {**RERANK, "documents": ["w"] * 2})
     answer = await http.post("/rerank", json={**RERANK, "documents": ["w"] * 3})
@@ -226,8 +226,18 @@ REFUSED = [
     ("/rerank", {"use_activation": False}, "use_activation", "should be True"),
     ("/rerank", {"messages": [{}]}, "messages", "not a field"),
     ("/rerank", {"documents": ["hello " * 600]}, "documents", "context length is 512"),
+    (
+        "/rerank",
+        {"documents": ["\U0001f600" * 10_000], "truncate_prompt_tokens": -1},
+        "documents",
+        "context length is 512",  # texts of more tokens than the worker returns are not cut
+    ),
+    ("/rerank", {"query": "hello " * 600}, "query", "context length is 512"),
+    ("/rerank", {"query": "hello " * 600, "truncate_prompt_tokens": -1}, "query", "no room"),
+    ("/rerank", {"instruction": "hello " * 600}, "instruction", "context length is 512"),
     ("/rerank", {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "-1, or from"),
     ("/rerank", {"truncate_prompt_tokens": 600}, "truncate_prompt_tokens", "to 511"),
+    ("/score", {"text_1": "hello " * 600}, "text_1", "context length is 512"),
     ("/score", {"text_2": None}, "text_2", "set text_1 and text_2, or"),
     ("/score", {"queries": "a"}, "text_1", "set text_1 and text_2, or"),
     ("/score", {"text_1": ["a", "b"]}, "text_1", "one text, or as many as text_2: 3, not 2"),
@@ -288,36 +298,3 @@ async def test_an_embedding_model_scores_by_cosine(make_http):
     assert [result["index"] for result in ranked["results"]] == order
     answer = await http.post("/score", json={**SCORE, "model": "embedder", "instruction": "x"})
     assert answer.json()["error"]["param"] == "instruction"
-
-
-async def test_a_head_scores_pairs_as_the_tokenizer_frames_them(make_http, subtests):
-    router = cross_encoder()
-    http = make_http(router)
-    with subtests.test("scores"):
-        found = await ask(http, "/rerank", {**RERANK, "model": "scorer"})
-        pairs = [list(router.words.encode("what", text).ids) for text in DOCUMENTS]
-        assert sorted(list(s.prompt_ids) for s in router.starts) == sorted(pairs)
-        assert [result["index"] for result in found["results"]] == [1, 2, 0]
-        for result in found["results"]:
-            score = 1 / len(pairs[result["index"]])
-            assert result["relevance_score"] == pytest.approx(score)
-    router.starts.clear()
-    long = {**SCORE, "model": "scorer", "text_2": "hello " * 2000}
-    with subtests.test("truncated"):
-        await ask(http, "/score", {**long, "truncate_prompt_tokens": 20})
-        await ask(http, "/score", {**long, "truncate_prompt_tokens": -1})
-        assert [len(start.prompt_ids) for start in router.starts] == [20, 512]
-    for change, param, says in (
-        ({}, "text_2", "maximum context length is 512"),
-        ({"truncate_prompt_tokens": 513}, "truncate_prompt_tokens", "-1, or from 1 to 512"),
-        ({"instruction": "x"}, "instruction", "does not support an instruction"),
-    ):
-        with subtests.test(param):
-            answer = await http.post("/score", json={**long, **change})
-            assert answer.status_code == 400
-            error = answer.json()["error"]
-            assert error["param"] == param
-            assert says in error["message"]
-    with subtests.test("embeddings"):
-        answer = await http.post("/v1/embeddings", json={"model": "scorer", "input": "a"})
-        assert answer.json()["error"]["message"] == "The model does not support Embeddings API"

@@ -6,16 +6,8 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
 
+from builders.encoder_tokenizers import encoder_tokenizer
 from builders.tiny_embedder import write_modules, write_pooling
 
 _COMMON: dict[str, Any] = {
@@ -35,7 +27,6 @@ _OWN: dict[str, dict[str, Any]] = {
 _CLASSES = {"bert": "Bert", "xlm_roberta": "XLMRoberta", "modernbert": "ModernBert"}
 _START = {"bert": "[CLS]", "xlm_roberta": "<s>", "modernbert": "[CLS]"}
 ENCODERS = tuple(_OWN)
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def write_encoder(
@@ -53,8 +44,7 @@ def write_encoder(
         parameter.data.copy_(noise + ("norm" in name.lower() and name.endswith("weight")))
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
-    tokenizer = {"bert": _word_piece, "xlm_roberta": _unigram, "modernbert": _bytes}[arch]()
-    tokenizer.save(str(path / "tokenizer.json"))
+    encoder_tokenizer(arch).save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"cls_token": _START[arch]}))
     if mode:
         write_modules(path, "Normalize")
@@ -66,47 +56,3 @@ def write_scorer(path: Path, arch: str, num_labels: int = 1, **overrides: Any) -
     """Write a tiny random encoder with a classification head."""
     head = "ForSequenceClassification"
     return write_encoder(path, arch, "", head, num_labels=num_labels, **overrides)
-
-
-def _framed(tokenizer: Tokenizer, single: str, pair: str) -> Tokenizer:
-    ids = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
-    used = [(text, number) for text, number in ids.items() if text in pair]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=single, pair=pair, special_tokens=used
-    )
-    return tokenizer
-
-
-def _word_piece() -> Tokenizer:
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    pieces = [*special, *_LETTERS, *(f"##{c}" for c in _LETTERS), *".,?!'", "th", "##ing"]
-    tokenizer = Tokenizer(
-        models.WordPiece(vocab={piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]")
-    )
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
-    tokenizer.enable_padding(length=128)  # as released models have, and no request wants
-    tokenizer.enable_truncation(128)
-    return _framed(tokenizer, "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1")
-
-
-def _unigram() -> Tokenizer:
-    special = ["<s>", "<pad>", "</s>", "<unk>"]
-    scored = [(text, 0.0) for text in special]
-    scored += [(text, -2.0 - i / 10) for i, text in enumerate(["▁", *_LETTERS, *".,?!'", "▁th"])]
-    tokenizer = Tokenizer(models.Unigram(scored, unk_id=3))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
-    return _framed(tokenizer, "<s> $A </s>", "<s> $A </s> </s> $B </s>")
-
-
-def _bytes() -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["[CLS]", "[SEP]"])
-    return _framed(tokenizer, "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]")

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdserve.text import Structure, TemplateInput, UnsupportedTokenizer
+from pdserve.text import Structure, TemplateInput, TooLong, UnsupportedTokenizer
 from pdserve.text.model import TextModel
 from pdserve.text.tokenizer import TextModelInfo
 from pdserve.text.tokenizer.tokenizer import Rendered
@@ -25,7 +25,7 @@ class InProcessText:
             template = self._model.template
             assert template is not None
             self.rendered = template.render(request)
-            return self._model.tokenizer.encode_rendered(self.rendered)
+            return _within(self._model.tokenizer.encode_rendered(self.rendered), max_len)
 
         return await asyncio.to_thread(work)
 
@@ -39,16 +39,12 @@ class InProcessText:
         parse_special: bool = True,
     ) -> list[int]:
         def work() -> list[int]:
-            return self._model.tokenizer.encode(
+            ids = self._model.tokenizer.encode(
                 text, add_special_tokens=add_special_tokens, parse_special=parse_special
             )
+            return _within(ids, max_len)
 
         return await asyncio.to_thread(work)
-
-    async def pair_ids(
-        self, owner: bytes, texts: tuple[str, str], *, kept: int | None, max_len: int
-    ) -> list[int]:
-        return await asyncio.to_thread(self._model.tokenizer.encode_pair, *texts, kept)
 
     async def sequences(self, owner: bytes, texts: Sequence[str]) -> list[list[int]]:
         return [self._model.tokenizer.encode_within(text) for text in texts]
@@ -58,6 +54,12 @@ class InProcessText:
 
     async def close(self) -> None:
         pass
+
+
+def _within(ids: list[int], max_len: int) -> list[int]:
+    if len(ids) > max_len:
+        raise TooLong(f"the prompt has {len(ids)} tokens", len(ids))
+    return ids
 
 
 class InProcessPool:
@@ -74,6 +76,7 @@ class InProcessPool:
         return LoadedTokenizer(
             processes,
             model.tokenizer,
+            model.tokenizer.frames,
             model.template is not None,
             model.defaults,
             model.tool_parser,

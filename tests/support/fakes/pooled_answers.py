@@ -2,7 +2,17 @@
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from fakes.router import Event, FakeRouter, Play, finished, placed, saying, served, tokens
+from fakes.router import (
+    Event,
+    FakeRouter,
+    Play,
+    finished,
+    placed,
+    saying,
+    served,
+    tokens,
+    with_tokenizer,
+)
 from pdserve.protos import common_pb2 as pb
 
 HIDDEN = 4
@@ -33,10 +43,11 @@ def reranker(logits: Callable[[Sequence[int]], tuple[float, float]]) -> FakeRout
     return FakeRouter(judging(logits), [card], blobs)
 
 
-def cross_encoder() -> FakeRouter:
-    """Serve a model whose head scores pairs: by the length of their prompt."""
+def cross_encoder(tokenizer: bytes) -> FakeRouter:
+    """Serve a model with this tokenizer whose head scores pairs: by the length of their prompt."""
     card, blobs = served("scorer")
     card.scores_pairs = True
+    with_tokenizer(card, blobs, tokenizer, ())
     return FakeRouter(embedding(lambda ids: [1 / len(ids)]), [card], blobs)
 
 
