@@ -6,17 +6,17 @@ const MAX_ROWS = 60;
 
 /** In the order in which they follow each other; `of` gives seconds. */
 export const PHASES = [
-  { name: "prepare", label: "text", of: (one) => one.prepared_s ?? 0 },
+  { name: "prepare", label: "tokenize", of: (one) => one.prepared_s ?? 0 },
   { name: "queue", label: "queue", of: (one) => one.queue_s },
   { name: "prefill", label: "prefill", of: (one) => one.prefill_s },
   { name: "transfer", label: "KV transfer", of: (one) => one.transfer_s },
   { name: "first", label: "first token", of: (one) => one.first_step_s },
-  { name: "rest", label: "on the way", of: onTheWay },
+  { name: "rest", label: "other", of: unaccounted },
   { name: "decode", label: "decode", of: (one) => (one.first_token_s === null ? 0 : one.elapsed_s - one.first_token_s) },
 ];
 
-/** Until the first token: what no phase has. */
-function onTheWay(one) {
+/** Seconds until the first token that belong to no other phase. */
+function unaccounted(one) {
   const first = one.first_token_s ?? one.elapsed_s;
   const known = (one.prepared_s ?? 0) + one.queue_s + one.prefill_s + one.transfer_s + one.first_step_s;
   return Math.max(0, first - known);
