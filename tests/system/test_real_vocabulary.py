@@ -189,7 +189,10 @@ def warm(cluster: Cluster, client: Client, pool: ThreadPoolExecutor) -> None:
     seeds = count()
 
     def all_answered() -> bool:
-        for reply in pool.map(lambda seed: client.ask("named", seed), islice(seeds, 4)):
+        replies = list(pool.map(lambda seed: client.ask("named", seed), islice(seeds, 4)))
+        if any(reply.status_code == 503 for reply in replies):
+            return False  # the compiler was not ready in time; the answer says to try again
+        for reply in replies:
             whole(reply)
         loads = cluster.loads()
         return all(
