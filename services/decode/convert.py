@@ -17,7 +17,7 @@ from pdserve.engine.api import (
 )
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.capabilities import SCORE, pooling_of
-from pdserve.services.common.errors import ServiceError, quoted
+from pdserve.services.common.errors import ServiceError
 
 _FINISH = {
     FinishReason.STOP: pb.STOP,
@@ -50,15 +50,12 @@ def to_request(key: str, start: pb.Start, prompt_ids: Sequence[int]) -> Request:
     )
 
 
-def check_pooling(start: pb.Start, card: pb.ModelCard) -> None:
-    """Check that the worker pools a prompt as Start requests. A router of release 0.1 does not
-    choose the worker by that, and a gateway of that release, which does not name it, expects an
-    embedding. Raises ServiceError(UNAVAILABLE), because another worker may pool so."""
+def pools_otherwise(start: pb.Start, card: pb.ModelCard) -> bool:
+    """Return whether the worker does not pool a prompt as Start requests. A router of release 0.1
+    does not choose the worker by that, and a gateway of that release, which does not name it,
+    expects an embedding."""
     own = pooling_of(card)
-    if start.pool and start.pooling != own and (start.pooling or own == SCORE):
-        requested = f"pool by {quoted(start.pooling)}" if start.pooling else "compute embeddings"
-        text = f"the request reached a worker that does not {requested}; send it again"
-        raise ServiceError(pb.UNAVAILABLE, text, "", 1.0)
+    return start.pool and start.pooling != own and bool(start.pooling or own == SCORE)
 
 
 def to_params(params: pb.SamplingParams) -> SamplingParams:

@@ -40,7 +40,7 @@ from pdserve.services.common.rpc import TokensOutbox
 from pdserve.services.common.tracing import NO_TRACER, TraceContext, Tracer
 from pdserve.services.decode.attempt import DecodeOutbox, DecodeSession, ServedAttempt, Transcript
 from pdserve.services.decode.convert import (
-    check_pooling,
+    pools_otherwise,
     to_embedding,
     to_prompt_logprobs,
     to_request,
@@ -91,10 +91,12 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             if len(admit.attempt) != ID_BYTES or admit.attempt in self._served:
                 text = f"the attempt id must be new and have {ID_BYTES} bytes"
                 raise ServiceError(pb.INVALID_ARGUMENT, text, "attempt")
-            check_pooling(start, runtime.hello.card)
             request = to_request(admit.attempt.hex(), start, prompt_ids)
         except ServiceError as error:
             self.refuse(session, admit, error)
+            return
+        if pools_otherwise(start, runtime.hello.card):  # another worker may pool so
+            session.outbox.put(wire.DecodeEvent(busy=wire.Busy(attempt=admit.attempt)))
             return
         nothing_to_send = len(prefix_ids(request)) < 2 or request.needs_whole_prompt
         remote = bool(admit.prefill_incarnation) and not nothing_to_send

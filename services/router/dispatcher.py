@@ -98,6 +98,7 @@ class Dispatcher:
         self._requests: dict[tuple[bytes, str], RoutedRequest] = {}
         self._by_attempt: dict[bytes, RoutedRequest] = {}
         self._models = ServedModels()
+        self._generating = ServedModels()  # those of them with workers that generate text
         self._recently_finished = RecentlyFinished()
         self.event_log = EventLog()
         self.prefills: Counter[str] = Counter()  # "local", "remote"
@@ -220,7 +221,8 @@ class Dispatcher:
         if not is_served:
             text = f"model {quoted(request.model)} is not served"
             return ServiceError(pb.MODEL_NOT_FOUND, text, "model")
-        if not (resumed or start.pool) and self.placer.only_pools(request.model):
+        may_generate = request.model in self._generating or recently_started or self.fleet.sharded
+        if not (resumed or start.pool or may_generate):
             text = "the model's workers only embed or score; they do not generate text"
             return ServiceError(pb.INVALID_ARGUMENT, text, "model")
         if not resumed and self.placer.is_unread(request):
@@ -339,7 +341,8 @@ class Dispatcher:
     def joined(self, worker: Worker) -> None:
         """Record that a worker registered; a decode worker makes its model a served one."""
         if worker.role == DECODE:
-            self._models.joined(worker.model)
+            for models in self._models_of(worker):
+                models.joined(worker.model)
 
     def connected(self, worker: Worker, now: float) -> None:
         """Record that the session with a worker is open, and place or resume the requests that
@@ -355,6 +358,10 @@ class Dispatcher:
         worker.connected = False
         self._lost(worker, "died" if died else "session lost", died, now)
 
+    def _models_of(self, worker: Worker) -> list[ServedModels]:
+        """Return the lists that have a decode worker's model because of this worker."""
+        return [self._models] if worker.only_pools else [self._models, self._generating]
+
     def frozen(self, worker: Worker, now: float) -> None:
         """Retry on other workers the requests of a worker whose engine makes no progress."""
         self.num_frozen += 1
@@ -364,11 +371,12 @@ class Dispatcher:
         forgotten = self.fleet.get(worker.incarnation) is not worker
         if forgotten and worker.role == DECODE:
             self.placer.worker_forgotten(worker, now)
-            others = (w.model for w in self.fleet.workers.values() if w.role == DECODE)
-            if worker.model not in others:
-                # In a sharded fleet the successor of a crashed worker may join other routers.
-                expected_back = worker.stays and not worker.hello.join_routers
-                self._models.left(worker.model, expected_back, now)
+            # In a sharded fleet the successor of a crashed worker may join other routers.
+            expected_back = worker.stays and not worker.hello.join_routers
+            others = self.fleet.of(DECODE, worker.model)
+            for models in self._models_of(worker):
+                if not any(models in self._models_of(other) for other in others):
+                    models.left(worker.model, expected_back, now)
         event = on.WorkerLost(worker.incarnation, f"{worker.address} {reason}", crashed, forgotten)
         for request in dict.fromkeys(self._by_attempt.values()):
             request.step(event, now)
@@ -433,17 +441,16 @@ class Dispatcher:
         requests again."""
         self._recently_finished.tick(now)
         self._models.tick(now)
+        self._generating.tick(now)
         if not self._requests:
             return
         for request in list(self._requests.values()):
             request.tick(now)
         for request in self.placer.overdue(now):
-            requirement = "weights that generated the beginning of this response"
+            requirement = "has the weights that generated the beginning of this response"
             if not request.state.begun:
-                requirement = "tokenizer that tokenized the prompt"
-                if request.pool.pooling:
-                    requirement += f" and pooling of embeddings ({request.pool.pooling})"
-            text = f"no worker is available with the {requirement}"
+                requirement = f"{request.pool.task} with the tokenizer that tokenized the prompt"
+            text = f"no worker is available that {requirement}"
             error = ServiceError(pb.UNAVAILABLE, text, "", 1.0)
             request.step(on.RequestRefused(error), now)
         for request in self.placer.without_worker(now) if self.fleet.sharded else ():

@@ -117,7 +117,7 @@ class Tokenizer(Vocabulary):
         token_bytes = TokenBytes(self._first.id_to_token, self.decoder)
         super().__init__(model_info, token_bytes, self.special.ids)
         prefix, suffix = self._frame("a")
-        self.frames = Frames(prefix, suffix, self._frame("a", "b"))
+        self.frames = Frames(prefix, suffix, self._frame("a", "a"))
         self._first.encode_special_tokens = True  # encode the text of special tokens as plain text
         self._within = _without_prefix(self._first)  # for text that continues other text
         # A Metaspace of scheme "first" adds its space before the first text only, a normalizer

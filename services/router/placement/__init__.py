@@ -10,6 +10,7 @@ from pdserve.services.router.placement.facts import (
 )
 from pdserve.services.router.placement.policy import PromptFacts, Rules, decide, decode_costs
 from pdserve.services.router.placement.waiting import (
+    EMBEDDING,
     RecomputeBudget,
     WaitingQueue,
     WaitReason,

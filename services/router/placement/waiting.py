@@ -10,6 +10,8 @@ from collections.abc import Hashable, Iterator
 from enum import Enum
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from pdserve.services.common.capabilities import SCORE
+from pdserve.services.common.errors import quoted
 from pdserve.services.common.fairness import FairQueue, FairShare
 
 SHARE = 0.2  # of the requests that have generated tokens
@@ -24,20 +26,34 @@ class WaitReason(Enum):
     COMPATIBLE_WORKER = "compatible worker"  # no worker may continue its tokens
 
 
+EMBEDDING = "embedding"
+
+
 class WorkerPool(NamedTuple):
     """What a worker must have to take a request."""
 
     model: str
     tokenizer: str = ""  # digest of the tokenizer that made the prompt's ids; empty: any
-    # Start.pooling of a request for an embedding or a score; empty: the worker must compute tokens;
-    # None: any worker.
+    # Start.pooling of a request for an embedding or a score; EMBEDDING: any kind of pooling; empty:
+    # the worker must compute tokens; None: any worker.
     pooling: str | None = ""
+
+    @property
+    def task(self) -> str:
+        """What the worker must do, as a verb with its object for messages."""
+        if not self.pooling:
+            return "generates text"
+        if self.pooling == SCORE:
+            return "scores pairs of texts"
+        if self.pooling == EMBEDDING:
+            return "computes embeddings"
+        return f"computes embeddings by pooling {quoted(self.pooling)}"
 
     @property
     def uses_cache(self) -> bool:
         """Whether a worker can skip cached tokens of a prompt. Pooling that needs the states of all
-        tokens computes them again."""
-        return self.pooling in ("", "last", None)
+        tokens computes them again. Encoders do too, and report no cached blocks."""
+        return self.pooling in ("", "last", SCORE, None)
 
 
 class WaitingRequest(Protocol):

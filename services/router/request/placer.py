@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from pdserve.engine.kv import KvIdentity
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
+from pdserve.services.common.capabilities import SCORE
 from pdserve.services.router.fleet import (
     COMPATIBLE_WORKER_WAIT_S,
     Fleet,
@@ -25,6 +26,7 @@ from pdserve.services.router.fleet import (
     taking_work,
 )
 from pdserve.services.router.placement import (
+    EMBEDDING,
     FactsOfWorkers,
     PickedPrompts,
     PromisedChains,
@@ -167,11 +169,6 @@ class Placer:
                     return False
                 has_other = True
         return has_other
-
-    def only_pools(self, model: str) -> bool:
-        """Return whether the staying workers of the model only embed or score."""
-        workers = [worker for worker in self._fleet.of(DECODE, model) if worker.stays]
-        return bool(workers) and all(worker.only_pools for worker in workers)
 
     def _begin(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
         """Begin an attempt of the request on the workers that the placement policy chooses;
@@ -344,7 +341,7 @@ class Placer:
         ):
             return False
         self.waiting.add(request, WaitReason.COMPATIBLE_WORKER, now)
-        text = "the request waits for a worker with its weights, tokenizer and pooling"
+        text = "the request waits for a worker with its weights, tokenizer and task"
         log.warning(text, extra={"request": request.id})
         return True
 
@@ -450,6 +447,10 @@ def reads(worker: Worker, tokenizer: str) -> bool:
 def serving(workers: Sequence[Worker], pool: WorkerPool) -> Sequence[Worker]:
     """Return those workers of the pool's model that are in the pool."""
     tokenizer, pooling = pool.tokenizer, pool.pooling
-    if pooling is not None:
-        workers = [w for w in workers if (w.pooling == pooling if pooling else not w.only_pools)]
+    if pooling == "":
+        workers = [w for w in workers if not w.only_pools]
+    elif pooling == EMBEDDING:
+        workers = [w for w in workers if w.pooling != SCORE]
+    elif pooling is not None:
+        workers = [w for w in workers if w.pooling == pooling]
     return [w for w in workers if reads(w, tokenizer)] if tokenizer else workers

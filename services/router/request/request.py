@@ -24,7 +24,7 @@ from pdserve.services.common.rpc import (
 )
 from pdserve.services.common.tracing import NO_SPAN, TraceSpan
 from pdserve.services.router.fleet import Worker
-from pdserve.services.router.placement import PromptFacts, WorkerPool
+from pdserve.services.router.placement import EMBEDDING, PromptFacts, WorkerPool
 from pdserve.services.router.request import actions as do
 from pdserve.services.router.request import events as on
 from pdserve.services.router.request import machine
@@ -90,7 +90,7 @@ class RoutedRequest:
         self.id = start.request
         self.model = start.model
         # A gateway of release 0.1 does not name the pooling.
-        pooling = (start.pooling or None) if start.pool else ""
+        pooling = (start.pooling or EMBEDDING) if start.pool else ""
         self.pool = WorkerPool(start.model, start.tokenizer, pooling)
         self.tenant = start.tenant
         self.state = Routing(

@@ -10,6 +10,8 @@ from systems.dispatcher_world import CARD, World
 from pdserve.engine.kv import Mixing
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import DECODE, Load, PrefixEvents, WorkerHello
+from pdserve.protos.worker_pb2 import Busy, DecodeEvent
+from pdserve.services.router.dispatcher import BUSY_S, YOUNG_S
 from pdserve.services.router.fleet import COMPATIBLE_WORKER_WAIT_S, PrefixIndex
 from pdserve.services.router.placement import FactsOfWorkers, PromisedChains, WorkerPool
 from pdserve.services.router.request import PickQuery
@@ -153,7 +155,7 @@ def test_an_embedding_waits_for_a_worker_that_returns() -> None:
     world.pass_time(COMPATIBLE_WORKER_WAIT_S + 1.0)
     failed = failures(world)["never"]
     assert failed.code == pb.UNAVAILABLE
-    assert "pooling of embeddings (mean)" in failed.message
+    assert "by pooling 'mean'" in failed.message
 
 
 ONLY_POOL: list[dict[str, Any]] = [{"pooling": "mean"}, {"scores_pairs": True}]
@@ -171,21 +173,61 @@ def test_text_goes_to_workers_that_generate() -> None:
     assert texts == [both] * 3
     assert placed(world)[-1] == ("s", "score")
     world.leave(both)
+    world.submit("waits")
+    world.join(DECODE, pool="mean")
+    assert placed(world)[-1] == ("waits", "mean")
+
+
+def test_text_is_refused_if_no_worker_ever_generated() -> None:
+    world = mixed()
+    world.now = 0.0  # start of the router
+    world.join(DECODE, pooling="mean")
+    world.submit("waits")
+    world.pass_time(YOUNG_S)
     world.submit("refused")
     assert failures(world)["refused"].code == pb.INVALID_ARGUMENT
     assert failures(world)["refused"].param == "model"
+    assert "waits" not in failures(world), "a worker that generates may still be joining"
+    world.pass_time(COMPATIBLE_WORKER_WAIT_S + 1.0)
+    assert failures(world)["waits"].code == pb.UNAVAILABLE
+    assert "that generates text" in failures(world)["waits"].message
+    sharded = mixed()
+    sharded.join(DECODE, {"join_routers": 2}, pooling="mean")
+    sharded.submit("elsewhere")
+    sharded.pass_time(0.1)
+    sharded.pass_time(2.0)
+    assert "elsewhere" in {e.failed.request for e in sharded.events if e.failed.elsewhere}
 
 
 def test_an_earlier_gateway_names_no_pooling() -> None:
     world = mixed()
+    world.join(DECODE, scores_pairs=True)
     world.join(DECODE, pooling="mean")
-    embed(world, "e", "")
-    assert placed(world) == [("e", "mean")]
+    for number in range(4):
+        embed(world, f"e{number}", "")
+    assert {pooling for _, pooling in placed(world)} == {"mean"}
+    assert len(placed(world)) == 4
 
 
-def test_only_pooling_by_last_counts_cached_tokens() -> None:
-    for pooling, cached in (("last", 32), ("mean", 0)):
-        world = mixed(pooling, pooling)
+def test_a_worker_that_refuses_a_request_is_not_sent_it_all_the_time() -> None:
+    world = mixed("last")
+    embed(world, "e")
+    for number in range(1, 6):
+        assert len(placed(world)) == number
+        worker, admit = world.commands("admit")[-1]
+        event = DecodeEvent(busy=Busy(attempt=admit.attempt))
+        world.dispatcher.on_decode(worker, event, world.now)
+        world.pass_time(BUSY_S / 2)
+        assert len(placed(world)) == number
+        world.pass_time(BUSY_S)
+
+
+def test_pooling_of_all_tokens_counts_no_cached_tokens() -> None:
+    for pooling, cached in (("last", 32), ("score", 32), ("mean", 0)):
+        world = mixed()
+        card = {"scores_pairs": True} if pooling == "score" else {"pool": pooling}
+        for _ in range(2):
+            world.join(DECODE, **card)
         has_prefix, idle = world.fleet.workers.values()
         ids = list(range(40))
         facts = FactsOfWorkers(ids, b"e", {}, PrefixIndex(1024), PromisedChains(), world.now)
