@@ -139,6 +139,9 @@ def _role_after(part: Part | None) -> MatrixRole:
 
 
 YES, NO = "yes", "no"  # answers of a reranker (Qwen3-Reranker)
+# Special tokens of Qwen3-Reranker's prompt, which the gateway makes of two texts if the tokenizer
+# puts nothing between them.
+PROMPT_TOKENS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 CAUSAL = {"is_causal": False, "use_bidirectional_attention": True}  # fields of non-causal models
 MAX_THREADS = 16
 # Like vLLM, normalize the vectors of a model whose files do not say.
@@ -298,9 +301,27 @@ def with_separator(model: ModelConfig, tokenizer_json: bytes) -> ModelConfig:
     if last < 0 or not pair.special_tokens_mask[last]:
         raise CheckpointError(
             "tokenizer.json does not frame pairs with special tokens: the model tells a pair's "
-            "texts apart by the one behind the first text"
+            "texts apart by the one after the first text"
         )
     return replace(model, positions=replace(positions, separator=pair.ids[last]))
+
+
+def check_pairs(tokenizer_json: bytes) -> None:
+    """Check that a model that scores pairs has a prompt for them: the tokenizer puts tokens between
+    two texts, or has those of Qwen3-Reranker's prompt, without which a model cannot have learned
+    that prompt. Raises CheckpointError."""
+    tokenizer = load_tokenizer(tokenizer_json)
+    owners = tokenizer.encode("a", "b").sequence_ids
+    texts = [n for n, owner in enumerate(owners) if owner is not None]
+    if texts and texts[-1] - texts[0] >= len(texts):
+        return  # tokens of no text are between the two
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    missing = [token for token in PROMPT_TOKENS if token not in added]
+    if missing:
+        raise CheckpointError(
+            "the model cannot score pairs: its tokenizer puts nothing between two texts, and lacks "
+            f"tokens of Qwen3-Reranker's prompt: {', '.join(missing)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +383,7 @@ def _load(
     text = _text_files(checkpoint)  # before the weights, so that errors show at once
     if model.classifier:
         model = with_separator(model, text.tokenizer_json)
+        check_pairs(text.tokenizer_json)
     unused = {HEAD} if model.tied_head else set()
     check_names(checkpoint, tensor_shapes(model), unused | ({HEAD_BIAS} if task.kind else set()))
     quantized = isq_formats(isq, model, checkpoint) if isq else {}

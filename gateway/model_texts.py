@@ -9,12 +9,14 @@ from typing import TypeVar
 
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.sampling import client_errors, refuse, service_error
+from pdserve.services.common.capabilities import only_pools
 from pdserve.services.common.errors import quoted
 from pdserve.services.common.fairness import FairSemaphore
 from pdserve.services.common.rate_limits import RateLimits
 from pdserve.text import (
     CHARS_PER_TOKEN,
     THINKING_SWITCHES,
+    ContextExceeded,
     TemplateInput,
     TextError,
     TooLong,
@@ -105,7 +107,7 @@ class ModelTexts:
     ) -> str:
         """Return the text of token ids, at most a full context; owners take turns."""
         if len(ids) > model.card.context_len:
-            raise service_error(context_overflow(model.card, len(ids), param))
+            raise service_error(_overflow(model, len(ids), param))
         check_ids(ids, model, param)
         detokenizer = model.text.vocabulary.incremental(skip_special_tokens=skip_special)
         parts = await self._in_turn(ids, owner, detokenizer.push)
@@ -187,11 +189,17 @@ def check_room(prompt_len: int, num_new: int, model: ServedModel, param: str) ->
         raise service_error(context_overflow(model.card, prompt_len, param, num_new))
 
 
+def _overflow(model: ServedModel, prompt_len: int, param: str) -> ContextExceeded:
+    """Return the error for a prompt that exceeds the context, or leaves no room for a token of a
+    model that generates tokens."""
+    return context_overflow(model.card, prompt_len, param, 0 if only_pools(model.card) else 1)
+
+
 def _max_prompt_chars(count: int, model: ServedModel, param: str) -> int:
     """Return how many characters a prompt may have. Raises ServiceError if it has more: `count`."""
     max_chars = int(model.card.context_len) * CHARS_PER_TOKEN
     if count > max_chars:
-        raise service_error(context_overflow(model.card, least_tokens(count), param))
+        raise service_error(_overflow(model, least_tokens(count), param))
     return max_chars
 
 
@@ -202,4 +210,4 @@ def _prompt_errors(model: ServedModel, param: str) -> Iterator[None]:
         try:
             yield
         except TooLong as error:
-            raise context_overflow(model.card, error.num_tokens, param) from error
+            raise _overflow(model, error.num_tokens, param) from error

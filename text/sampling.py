@@ -28,10 +28,6 @@ class ModelLimits(Protocol):
     def context_len(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
-    @property
-    def pooling(self) -> str: ...
-    @property
-    def scores_pairs(self) -> bool: ...
 
 
 def context_overflow(
@@ -42,10 +38,9 @@ def context_overflow(
     param: str = "",
 ) -> ContextExceeded:
     """Return the error for a prompt, or a prompt and its answer, that exceeds the context. `param`:
-    the field at fault; empty: `prompt_field`. Without `max_tokens` the answer counts as one token,
-    or as none if the model generates nothing."""
-    min_len = 0 if limits.pooling or limits.scores_pairs else 1
-    answer_len = min_len if max_tokens is None else min(max_tokens, MAX_SHOWN)
+    the field at fault; empty: `prompt_field`. Without `max_tokens` the answer counts as one
+    token."""
+    answer_len = 1 if max_tokens is None else min(max_tokens, MAX_SHOWN)
     text = context_exceeded(limits.context_len, prompt_len, answer_len, prompt_field)
     return ContextExceeded(text, param or prompt_field)
 

@@ -55,8 +55,8 @@ class EngineConfig:
     pooling: str = option(
         "auto",
         "pooling of embeddings: last (the last token's final hidden state), mean (over all "
-        "tokens) or cls (the first token's); auto: as the model's files define, else mean of an "
-        "encoder and last of another model",
+        "tokens) or cls (the first token's); auto: as the model's files define, else mean for an "
+        "encoder and last for another model",
         choices=("auto", "last", "mean", "cls"),
     )
     pool: str = option(
@@ -97,7 +97,7 @@ class EngineConfig:
     )
     kv_dtype: str = option(
         "auto",
-        "dtype of keys and values; auto: float32 of an encoder, otherwise float16 with native "
+        "dtype of keys and values; auto: float32 for an encoder, otherwise float16 with native "
         "kernels, else the compute dtype; int8: native kernels only",
         choices=("auto", "float32", "bf16", "float16", "int8"),
     )
@@ -116,7 +116,7 @@ class EngineConfig:
     step_tokens: int = option(
         0,
         "maximum tokens that one step computes; 0 (also the minimum): max_running + one prefill "
-        "chunk, of an encoder its context length",
+        "chunk (for an encoder: its context length)",
         min=0,
     )
     context_len: int = option(0, "maximum context length in tokens; 0: the model's maximum", min=0)

@@ -56,7 +56,7 @@ def parse_scorer(hf: HfConfig) -> ModelConfig:
 
 def parse_bert(hf: HfConfig, padding: int | None = None) -> ModelConfig:
     """Parse the config of BERT or of a model with its layers. `padding`: the id of padding in a
-    model whose positions begin behind it (see LearnedPositions)."""
+    model whose positions begin after it (see LearnedPositions)."""
     if hf.get("position_embedding_type", "absolute") != "absolute" or hf.get("is_decoder"):
         raise UnsupportedModel(
             "config fields position_embedding_type and is_decoder: only an encoder with absolute "
@@ -86,7 +86,7 @@ def stored(config: ModelConfig) -> dict[str, View]:
 
 def stored_bert(config: ModelConfig, prefix: str, head: Mapping[str, str]) -> dict[str, View]:
     """Return views that find the model's tensors under BERT's names, without a prefix or with
-    `prefix`. The norm behind a layer is the first one of the next layer. `head`: the modules of a
+    `prefix`. The norm after a layer is the first one of the next layer. `head`: the modules of a
     classification head."""
     modules = {EMBEDDING_NORM: "embeddings.LayerNorm", **(head if config.classifier else {})}
     for n in range(config.num_layers):

@@ -24,7 +24,7 @@ class Classifier:
     pooling: Literal["last", "mean", "cls"]  # of the final hidden states
     activation: Literal["tanh", "gelu", ""] = ""  # of the dense layer; empty: there is none
     dense_bias: bool = True
-    norm_eps: float = 0.0  # of a layer norm behind the activation; 0: there is none
+    norm_eps: float = 0.0  # of a layer norm after the activation; 0: there is none
     norm_bias: bool = False
     bias: bool = True
     sigmoid: bool = True  # of the sum, so that a score is from 0 to 1

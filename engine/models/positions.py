@@ -18,7 +18,7 @@ class LearnedPositions:
     num_positions: int
     num_types: int = 0  # rows of the embeddings of token types; 0: no such embeddings
     # Id of padding in a model that counts the positions of other tokens only. Position 0 is in the
-    # row behind this id, and padding has the row of this id.
+    # row after this id's, and padding has the row of this id.
     padding: int | None = None
     separator: int | None = None  # id of the token that ends the first text of a pair
 
@@ -46,7 +46,7 @@ class LearnedPositions:
 
     def rows(self, token_ids: Ints, positions: Ints, starts: Sequence[int]) -> Ints:
         """Return the table's row of each token of a batch, int64 [tokens]. The tokens of a text
-        begin at each of `starts`; those behind its separator have the next type."""
+        begin at each of `starts`; those after its separator have the next type."""
         rows = positions
         if self.padding is not None:
             is_padding = token_ids == self.padding

@@ -5,6 +5,7 @@ The choices of a request share one sequence until the last token of the prefix (
 then every choice continues as a separate sequence that shares the prefix's blocks.
 """
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -155,13 +156,16 @@ class StepProgress:
 
     def _pool(self, job: RequestState, pooled: PooledState) -> list[Event]:
         """End an embedding request whose prompt is computed, with its Pooled event; fail it if the
-        pooled state is not finite."""
+        pooled state or the score is not finite."""
         values = pooled.values()
         if values is None:
             self._jobs.forget(job)  # so that no other request shares KV that may be wrong
             return self.fail(job, "the hidden states are not finite")
         if self._score is not None:
-            values = (self._score(np.array(values, np.float32)),)
+            score = self._score(np.array(values, np.float32))
+            if not math.isfinite(score):
+                return self.fail(job, "the score is not finite")
+            values = (score,)
         return [Pooled(job.key, values), *self._end(job)]
 
     def _fork(self, job: RequestState, prefix: Sequence) -> None:

@@ -26,8 +26,8 @@ BEFORE = (
     "<|im_start|>user\n"
 )
 AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-TOKENS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")  # of BEFORE and AFTER
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+QUERY_END = "\n"
 LABEL = "<Document>:"
 ANSWER_TOKENS = 1  # yes or no
 MAX_CALL_TOKENS = 1 << 22  # of all prompts of a call
@@ -76,6 +76,8 @@ class PairFrame:
     after: Sequence[int]
     query_start: str = ""
     query_end: str = ""
+    query_len: int = 0  # of query_start and query_end, in tokens
+    keeps_query: bool = False  # only the document may be cut
     label: str = ""  # before a document
     label_len: int = 0  # in tokens
 
@@ -85,18 +87,19 @@ class PairFrame:
 
     @property
     def min_texts(self) -> int:
-        """Number of tokens of the shortest texts: one of the query, and one of the document."""
-        return self.label_len + 2
+        """Number of tokens of the shortest texts: one of the query, one of the document, and those
+        of the text around them."""
+        return self.query_len + self.label_len + 2
 
     def cut(
         self, query: Sequence[int], document: Sequence[int], room: int
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Cut the ends of a query and a document to `room` tokens together. A query with text
-        after it stays whole; otherwise the longer of both is cut first, as transformers' strategy
-        longest_first does."""
+        """Cut the ends of a query and a document to `room` tokens together: that of the document
+        alone if the frame keeps the query, otherwise the longer of both first, as transformers'
+        strategy longest_first does."""
         if len(query) + len(document) <= room:
             return query, document
-        if self.query_end:
+        if self.keeps_query:
             return query, document[: room - len(query)]
         half = room // 2
         if len(query) <= len(document):
@@ -161,34 +164,22 @@ class PairPrompts:
                     "instruction", "instruction: this reranker does not support an instruction"
                 )
             return frame
-        start, end = await self._special_ids(BEFORE), await self._special_ids(AFTER)
-        if self._has_head:
-            self._check_tokens({*start, *end})
-        if self._request.instruction is not None:  # an error must not name the field of the query
-            ids = await self._ids(self._request.instruction, "instruction")
-            check_room(len(ids), self._answer_len, self._model, "instruction")
-        return PairFrame(
-            start,
+        instruction, (query_field, document_field) = self._request.instruction, self._request.names
+        field = query_field if instruction is None else "instruction"  # for errors
+        query_start = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: "
+        frame = PairFrame(
+            await self._special_ids(BEFORE),
             (),
-            end,
-            query_start=f"<Instruct>: {self._request.instruction or INSTRUCTION}\n<Query>: ",
-            query_end="\n",
+            await self._special_ids(AFTER),
+            query_start=query_start,
+            query_end=QUERY_END,
+            query_len=len(await self._ids(f"{query_start}{QUERY_END}", field)),
+            keeps_query=True,
             label=f"{LABEL} ",
-            label_len=len(await self._ids(LABEL, self._request.names[1])),
+            label_len=len(await self._ids(LABEL, document_field)),
         )
-
-    def _check_tokens(self, ids: Collection[int]) -> None:
-        """Check that the tokenizer has the tokens of Qwen3-Reranker's prompt: a model without them
-        cannot have learned that prompt. `ids`: the prompt's fixed text."""
-        pieces = set(map(self._model.text.vocabulary.token_piece, ids))
-        missing = [token for token in TOKENS if token not in pieces]
-        if missing:
-            raise refuse(
-                "model",
-                f"the model {self._model.card.name!r} cannot score pairs: its tokenizer puts "
-                "nothing between query and document, and lacks tokens of Qwen3-Reranker's prompt: "
-                f"{', '.join(missing)}",
-            )
+        check_room(frame.num_ids + frame.min_texts, self._answer_len, self._model, field)
+        return frame
 
     async def _special_ids(self, text: str) -> "array[int]":
         return await self._ids(text, "model", special=True)
@@ -210,19 +201,30 @@ class PairPrompts:
         kept = self._request.kept_tokens
         if kept is None:
             return None
-        min_len = frame.num_ids + frame.min_texts
-        max_len = self._model.card.context_len - self._answer_len
+        min_len, max_len = frame.num_ids + frame.min_texts, self._max_len
         if kept != -1 and not min_len <= kept <= max_len:
             allowed = f"-1, or from {min_len} to {max_len}"
             raise refuse("truncate_prompt_tokens", f"truncate_prompt_tokens must be {allowed}")
         return max(frame.min_texts, (max_len if kept == -1 else kept) - frame.num_ids)
+
+    @property
+    def _max_len(self) -> int:
+        """Maximum number of tokens of a prompt."""
+        return self._model.card.context_len - self._answer_len
 
     def _check_query(self, frame: PairFrame, ids: Sequence[int], room: int | None) -> None:
         """Check that a query leaves room for a document."""
         field = self._request.names[0]
         if room is None:
             check_room(frame.num_ids + len(ids), self._answer_len, self._model, field)
-        elif frame.query_end and len(ids) + frame.label_len >= room:
+        elif frame.keeps_query and len(ids) + frame.label_len >= room:
+            min_len = frame.num_ids + len(ids) + frame.label_len + 1
+            if self._request.kept_tokens != -1 and min_len <= self._max_len:
+                raise refuse(
+                    "truncate_prompt_tokens",
+                    f"truncate_prompt_tokens must be at least {min_len}: {field} is not cut, and "
+                    "the document must keep a token",
+                )
             raise refuse(
                 field,
                 f"{field}: instruction and query have {len(ids)} tokens, which leave no room for a "

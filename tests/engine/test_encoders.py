@@ -23,6 +23,7 @@ from pdserve.engine.api import (
     InvalidRequest,
     Pooled,
     Request,
+    RequestFailed,
 )
 from pdserve.engine.build import build_engine
 from pdserve.engine.checkpoints import CheckpointError
@@ -132,6 +133,31 @@ def test_a_pair_needs_a_special_token_between_its_texts(tmp_path: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": None}))
     with pytest.raises(CheckpointError, match="does not frame pairs with special tokens"):
         engine_of(tmp_path)
+
+
+def test_a_head_needs_a_prompt_for_pairs(tmp_path: Path) -> None:
+    """A tokenizer may put nothing between two texts, as Qwen2.5's and Qwen3's."""
+    head = "ForSequenceClassification"
+    path = write_tiny(tmp_path, "qwen2", head=head, num_labels=1, pad_token_id=0)
+    file = str(path / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.post_processor = None
+    tokenizer.save(file)
+    with pytest.raises(CheckpointError, match="tokens of Qwen3-Reranker's prompt: <think>, </"):
+        engine_of(path)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save(file)
+    assert vectors(engine_of(path), replace(ask("a", [5, 6]), pool=True))
+
+
+def test_a_score_that_is_not_finite_fails_the_request(tmp_path: Path) -> None:
+    identity = {"sbert_ce_default_activation_function": IDENTITY}
+    path = write_scorer(tmp_path, "bert", **identity)
+    tensors = load_file(path / "model.safetensors")
+    tensors["classifier.weight"].fill_(torch.finfo(torch.float32).max)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (failed,) = of(run(engine_of(path), replace(ask("a", [5, 6]), pool=True)), RequestFailed)
+    assert failed.message == "the score is not finite"
 
 
 def test_early_names_of_norms(tmp_path: Path) -> None:

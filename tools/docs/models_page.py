@@ -54,13 +54,14 @@ native kernels. On the native kernels they are bitwise equal alone and in a batc
 A model with a classification head of one label (`ForSequenceClassification`), encoder or decoder,
 scores pairs of texts for `/rerank` and `/score`. The tokenizer frames a pair. If it puts nothing
 between two texts, as those of Qwen2 and Qwen3, the prompt is that of Qwen3-Reranker, with the
-request's `instruction`; a tokenizer without that prompt's tokens (`<|im_start|>`, `<|im_end|>`,
-`<think>`, `</think>`), such as Qwen2's, is a 400. Chat templates are not used for pairs: a model
-trained with another prompt gets meaningless scores. The score is the sigmoid of the head's result,
-unless config.json has an activation of sentence-transformers.
+request's `instruction`; a model whose tokenizer lacks that prompt's tokens (`<|im_start|>`,
+`<|im_end|>`, `<think>`, `</think>`), such as Qwen2's, does not load. Chat templates are not used
+for pairs: a model trained with another prompt gets meaningless scores. The score is the sigmoid of
+the head's result, unless config.json has an activation of sentence-transformers.
 
 With `truncate_prompt_tokens`, a framed pair is cut as by transformers' strategy `longest_first`; in
-the prompt of Qwen3-Reranker only the document is cut, and a query that leaves it no room is a 400.
+the prompt of Qwen3-Reranker only the document is cut, and a limit or a query that leaves it no room
+is a 400.
 
 Models with another name load as the architecture of their files: Yi, Falcon 3 and
 DeepSeek-R1-Distill-Llama as Llama, QwQ and R1-Distill-Qwen as Qwen 2

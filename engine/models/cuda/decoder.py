@@ -203,11 +203,7 @@ class CudaDecoder:
         results run in order."""
         if config.encoder:
             raise UnsupportedModel("--kernels cuda does not compute encoders: use --device cpu")
-        if config.positions and not config.positions.is_plain:
-            raise UnsupportedModel(
-                "--kernels cuda does not compute token types, or positions that do not count "
-                "padding: use --kernels reference"
-            )
+        assert config.positions is None or config.positions.is_plain  # others are of encoders
         self.config = config
         self.kv_groups: tuple[LayerGroup, ...] = config.kv_groups(kv_dtype)
         self.numerics = numerics

@@ -10,7 +10,6 @@ from fakes.pooled_answers import cross_encoder
 from fakes.router import FakeRouter, tokenizer_json
 from tokenizers import Tokenizer
 
-from pdserve.gateway.model_texts import ModelTexts
 from pdserve.gateway.rerank.pairs import AFTER, BEFORE, INSTRUCTION
 
 pytestmark = pytest.mark.anyio
@@ -81,20 +80,6 @@ async def test_documents_are_ordered_by_score(make_http):
     assert [result["index"] for result in answer.json()["results"]] == [1, 2, 0]
 
 
-async def test_a_query_is_tokenized_once(make_http, monkeypatch):
-    texts: list[str] = []
-    text_ids = ModelTexts.text_ids
-
-    async def noted(self, model, text, *args, **options):
-        texts.append(text)
-        return await text_ids(self, model, text, *args, **options)
-
-    monkeypatch.setattr(ModelTexts, "text_ids", noted)
-    http = make_http(cross_encoder(library_of("bert").to_str().encode()))
-    await scored(http, text_1="what", text_2=["a", "b", "c"])
-    assert texts == ["what", "a", "b", "c"]
-
-
 async def test_a_tokenizer_without_a_frame_gets_the_prompt_of_qwen3_reranker(make_http, subtests):
     library = Tokenizer.from_buffer(qwen3())
     router = cross_encoder(qwen3())
@@ -119,11 +104,9 @@ async def test_a_tokenizer_without_a_frame_gets_the_prompt_of_qwen3_reranker(mak
 
 
 async def test_refused(make_http, subtests):
-    frameless = Tokenizer.from_buffer(tokenizer_json())
     bert = library_of("bert")
     long = "no " * 600
     for name, library, change, param, says in (
-        ("no frame", frameless, {}, "model", "lacks tokens of Qwen3-Reranker's prompt: <think>"),
         ("long document", bert, {"text_2": long}, "text_2", "context length is 512"),
         ("long query", bert, {"text_1": long}, "text_1", "context length is 512"),
         ("instruction", bert, {"instruction": "x"}, "instruction", "not support an instruction"),

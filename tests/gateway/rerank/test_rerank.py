@@ -1,13 +1,15 @@
 """/rerank and /score over a scripted router: yes or no of a reranker, and cosines of embeddings."""
 
 import math
+import re
 from array import array
 from itertools import product
 from typing import Any
 
 import pytest
+from builders.encoder_tokenizers import encoder_tokenizer
 from fakes.memory_tracer import MemoryTracer
-from fakes.pooled_answers import embedder, reranker, vector_of
+from fakes.pooled_answers import cross_encoder, embedder, reranker, vector_of
 from fakes.router import FakeRouter, saying
 
 from pdserve.gateway.model_texts import ModelTexts
@@ -170,6 +172,27 @@ async def test_truncation_keeps_the_frame(make_http):
         assert ids[-len(encoded(router, AFTER)) :] == encoded(router, AFTER)
 
 
+async def test_the_smallest_limits_of_truncation(make_http, subtests):
+    """The error for a limit below the range names a limit that suffices for one token each; the
+    error for a longer query names one that suffices for it."""
+    router = reranker(by_length)
+    http = make_http(router)
+    kept = 3
+    for query, says in (("?", "or from "), ("what is it?", "must be at least ")):
+        body = {**SCORE, "text_1": query, "text_2": "w"}
+        with subtests.test(query):
+            answer = await http.post("/score", json={**body, "truncate_prompt_tokens": kept})
+            assert answer.status_code == 400, answer.text
+            error = answer.json()["error"]
+            assert error["param"] == "truncate_prompt_tokens"
+            kept = int(re.split(r"\D", error["message"].partition(says)[2])[0])
+            router.starts.clear()
+            await ask(http, "/score", {**body, "truncate_prompt_tokens": kept})
+            assert [len(start.prompt_ids) for start in router.starts] == [kept]
+            answer = await http.post("/score", json={**body, "truncate_prompt_tokens": kept - 1})
+            assert answer.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
 async def test_a_query_is_tokenized_once(make_http, monkeypatch):
     texts: list[str] = []
     real = ModelTexts.text_ids
@@ -179,8 +202,11 @@ async def test_a_query_is_tokenized_once(make_http, monkeypatch):
         return await real(self, model, text, *args, **options)
 
     monkeypatch.setattr(ModelTexts, "text_ids", noted)
-    await ask(make_http(reranker(by_length)), "/rerank", {**RERANK, "query": "hello?"})
-    assert sum("hello?" in text for text in texts) == 1
+    framed = encoder_tokenizer("bert").to_str().encode()
+    for model, router in (("reranker", reranker(by_length)), ("scorer", cross_encoder(framed))):
+        texts.clear()
+        await ask(make_http(router), "/rerank", {**RERANK, "model": model, "query": "hello?"})
+        assert sum("hello?" in text for text in texts) == 1
 
 
 async def test_prompts_share_their_query():

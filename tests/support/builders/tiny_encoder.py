@@ -1,6 +1,5 @@
 """Tiny seeded encoders as sentence-transformers writes them, with a tokenizer of each kind."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ _OWN: dict[str, dict[str, Any]] = {
     "modernbert": {"local_attention": 10, "pad_token_id": 0},
 }
 _CLASSES = {"bert": "Bert", "xlm_roberta": "XLMRoberta", "modernbert": "ModernBert"}
-_START = {"bert": "[CLS]", "xlm_roberta": "<s>", "modernbert": "[CLS]"}
 ENCODERS = tuple(_OWN)
 
 
@@ -45,7 +43,6 @@ def write_encoder(
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     encoder_tokenizer(arch).save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"cls_token": _START[arch]}))
     if mode:
         write_modules(path, "Normalize")
         write_pooling(path, mode)
