@@ -18,6 +18,7 @@ from systems.fleet import Fleet
 from systems.replaceable import ReplaceableSystem
 from systems.streams import Stream
 
+pytestmark = pytest.mark.extended
 NAME = "chat"
 OPTIONS = ("--weights", "float32", "--kv-dtype", "float32", "--kernels", "native")
 POOL = ("--kv-tokens", "16384", "--chunk-size", "128", *OPTIONS)
@@ -90,7 +91,6 @@ def system(tmp_path: Path) -> Iterator[ReplaceableSystem]:
         yield system
 
 
-@pytest.mark.extended
 def test_a_mixed_fleet(folder: Path, system: ReplaceableSystem) -> None:
     words = ("--model", str(folder))
     system.worker("decode", *words)
