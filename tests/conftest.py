@@ -20,6 +20,7 @@ import uvloop
 from hypothesis import HealthCheck, settings
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
+gc.disable()  # until all tests are collected: imports leave little garbage
 
 if signal.getsignal(SIGINT) is signal.SIG_IGN:
     # A shell starts background processes with SIGINT ignored, and programs that tests start would
@@ -50,6 +51,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)  # two contending threads took ten times as long under load
 
