@@ -69,7 +69,7 @@ def test_labels(built: DockerEngine, image: str) -> None:
 
 def test_both_images_report_the_revision_of_their_sources(built: DockerEngine) -> None:
     """The project's builds pass no commit, so the revision is a digest of the sources."""
-    code = "from pdserve.services.common.metrics import process_metrics as p; print(p.commit())"
+    code = "from pdserve.services.common.metrics import commit; print(commit())"
     (revision,) = {shell(built, image, code).strip() for image in IMAGES}
     assert re.fullmatch("sources-[0-9a-f]{16}", revision)
 

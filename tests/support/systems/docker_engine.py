@@ -118,7 +118,7 @@ class DockerEngine:
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends haproxy
 """
         context = self._folder / "proxy"
-        context.mkdir()
+        context.mkdir(exist_ok=True)
         (context / "Dockerfile").write_text(text)
         words = ("build", "--quiet", "--network", "host", "--tag", PROXY_IMAGE, str(context))
         self.run(*words, env={"DOCKER_BUILDKIT": "0"}, timeout_s=600)
