@@ -70,7 +70,7 @@ class RouterMetrics:
             ("requests", "Requests in the router", dispatcher.num_running),
             (
                 "isolated",
-                "1 while the router has lost contact with most of its workers and refuses requests",
+                "1 while the router has lost contact with most of its workers",
                 core.fleet.isolated,
             ),
             (

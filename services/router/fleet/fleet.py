@@ -20,8 +20,8 @@ forgets workers.
 
 When more than half of four or more workers are suspect at once, the router itself is probably cut
 off from the network. Until it hears from enough workers again, or for ISOLATED_S, no worker counts
-as dead because of its silence, and the router refuses new requests. It accepts them for RESUMED_S
-after a pause of its own process, because its workers then need time to join again.
+as dead because of its silence, and the router refuses new requests. After a pause of the router
+process it accepts them for RESUMED_S, in which its workers join again.
 """
 
 from collections.abc import Sequence
@@ -243,7 +243,8 @@ class Fleet:
         return self.isolated_since is not None
 
     def refuses(self, now: float) -> bool:
-        """Whether new requests are better sent to another router."""
+        """Return whether to refuse new requests: the router is isolated, and not only because its
+        process was paused until now."""
         return self.isolated and now - self._resumed >= RESUMED_S
 
     def leaving(self) -> list[Worker]:
