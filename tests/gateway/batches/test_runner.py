@@ -141,7 +141,7 @@ def key(number: int) -> Tenant:
 
 
 async def test_long_batches_of_some_keys_do_not_delay_another_key(world):
-    long = [await world.make(key(n), 5000) for n in range(4) for _ in range(MAX_RUNS_OF_TENANT)]
+    long = [await world.make(key(n), 2000) for n in range(4) for _ in range(MAX_RUNS_OF_TENANT)]
     world.answers.set()
     task = asyncio.create_task(world.runner.run(world.ask))
     try:
