@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pdserve.engine.api import EngineConfig
+from pdserve.engine.api import ConfigError, EngineConfig
 from pdserve.engine.backends import Backend
 from pdserve.engine.checkpoints import CardData
 from pdserve.engine.constraints.grammars import GrammarBackend
@@ -37,7 +37,7 @@ def build_engine(
     is reduced to what the KV pool can hold.
 
     `progress` receives the current activity and its completed fraction, from 0 to 1. Raises
-    CheckpointError if loading fails, and ValueError if options contradict each other or no KV pool
+    CheckpointError if loading fails, and ConfigError if options contradict each other or no KV pool
     fits in memory.
     """
     loaded = load_model(config, progress)
@@ -101,13 +101,13 @@ def build_engine(
 
 
 def _check_steps_of_encoder(config: EngineConfig, context_len: int) -> None:
-    """Raise ValueError if --step-tokens is too small for an encoder, and log that --chunk-size has
+    """Raise ConfigError if --step-tokens is too small for an encoder, and log that --chunk-size has
     no effect on it: the tokens of a text see each other, so one chunk computes all of them."""
     reason = f"a step of an encoder computes a whole text of up to {context_len} tokens"
     if config.chunk_size:
         log.warning("--chunk-size %d has no effect: %s", config.chunk_size, reason)
     if 0 < config.step_tokens < config.max_running + context_len:
-        raise ValueError(
+        raise ConfigError(
             f"--step-tokens {config.step_tokens} is less than --max-running {config.max_running} "
             f"+ {context_len}: {reason} (--context-len)"
         )
@@ -121,7 +121,7 @@ def _num_blocks(
 
     With --kv-tokens, that many tokens; otherwise as many blocks as fit in memory, at most those
     that a full batch of maximum contexts needs, or for an encoder, which keeps no KV, one step.
-    Raises ValueError if none fits.
+    Raises ConfigError if none fits.
     """
     if config.kv_tokens:
         return max(1, config.kv_tokens // spec.block_size)
@@ -136,7 +136,7 @@ def _num_blocks(
         max_blocks = min(max_blocks, step_blocks)
     fit = bisect_right(range(1, max_blocks + 1), backend.pool_bytes(), key=num_bytes)
     if fit < 1:
-        raise ValueError(
+        raise ConfigError(
             "the free memory is too small for a KV pool; set the pool's size with --kv-tokens"
         )
     return fit

@@ -5,10 +5,11 @@ their formats."""
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pdserve.engine.api import EngineConfig
+from pdserve.engine.api import ConfigError, EngineConfig
 from pdserve.engine.architectures import find_spec, known_specs
 from pdserve.engine.backends import Backend, ModelDecoder, choose
 from pdserve.engine.checkpoints import (
@@ -151,15 +152,15 @@ Progress = Callable[[str, float], None]
 
 
 def resolve_device(device: str) -> str:
-    """Return "cpu" or "cuda" for a value of --device. Raises ValueError for "cuda" if no GPU can be
-    used; "auto" then selects the CPU."""
+    """Return "cpu" or "cuda" for a value of --device; "auto" selects the CPU if no GPU can be used.
+    Raises ConfigError for "cuda" if none can be used."""
     if device == "cpu":
         return device
     problem = _gpu_problem()
     if not problem:
         return "cuda"
     if device != "auto":
-        raise ValueError(f"--device {device}: {problem}")
+        raise ConfigError(f"--device {device}: {problem}")
     log.info("--device auto selects the CPU: %s", problem)
     return "cpu"
 
@@ -212,7 +213,7 @@ def find_task(
     """Return the task of a model, from the options and the checkpoint. `has_head`: the model has an
     output head, which computes logits.
 
-    Raises ValueError if options contradict each other, and CheckpointError if the model cannot do
+    Raises ConfigError if options contradict each other, and CheckpointError if the model cannot do
     the task.
     """
     for field, value in CAUSAL.items():
@@ -223,7 +224,7 @@ def find_task(
     task, option = config.task, f"--task {config.task}"  # the option that determines it
     if config.pooling != "auto":
         if task not in ("auto", "embed"):
-            raise ValueError(f"--pooling {config.pooling} contradicts --task {task}")
+            raise ConfigError(f"--pooling {config.pooling} contradicts --task {task}")
         task, option = "embed", f"--pooling {config.pooling}"
     if model.classifier:
         if task not in ("auto", "score"):
@@ -233,7 +234,7 @@ def find_task(
         return ModelTask(StoredPooling(model.classifier.pooling, normalizes=False))
     if config.pool != "none":
         if task not in ("auto", "generate"):
-            raise ValueError(f"--pool {config.pool} contradicts {option}: it is for generation")
+            raise ConfigError(f"--pool {config.pool} contradicts {option}: it is for generation")
         return _find_both(config, checkpoint, has_head)
     if task in ("generate", "score"):
         if not has_head:
@@ -325,6 +326,21 @@ def check_pairs(tokenizer_json: bytes) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model whose files have been found and checked against the options. No weights are loaded
+    yet; its backend is not built."""
+
+    config: EngineConfig  # with the device that --device auto selects
+    resolved: Resolved
+    backend_type: type[Backend]
+    checkpoint: ViewedCheckpoint
+    text: TextFiles
+    model: ModelConfig
+    task: ModelTask
+    quantized: Mapping[str, str]  # format by name, of the matrices to quantize
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A loaded model: its decoder with weights, its head that scores if it has one, the backend
     that computes it, and its model card."""
@@ -335,70 +351,84 @@ class LoadedModel:
     card: CardData
 
 
-def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
-    """Find or download the model that `config.model` names, and load its weights in the format that
-    the options demand.
+def prepare_model(config: EngineConfig, progress: Progress) -> PreparedModel:
+    """Find or download the model that `config.model` names, and check its files and the options:
+    everything that can be checked without loading weights.
 
     `progress` receives the current activity and its completed fraction, from any thread. Raises
-    CheckpointError with a message for the user, and ValueError for options that contradict each
-    other, are unknown, or need something that is not installed.
+    CheckpointError with a message for the user, and ConfigError.
     """
     if config.device == "auto":
         device = "cpu" if config.kernels == "native" else resolve_device("auto")
         config = replace(config, device=device)
     backend_type = choose(config)  # first, so that errors come before slow work
     resolve_device(config.device)  # raises if a required GPU is missing
-    isq = find_type(config.isq) if config.isq else ""
-    resolved = resolve(config.model, progress)
     try:
-        return _load(config, resolved, backend_type, isq, progress)
+        isq = find_type(config.isq) if config.isq else ""
+    except ValueError as error:
+        raise ConfigError(f"--isq: {error}") from None
+    resolved = resolve(config.model, progress)
+    with _naming(resolved.path):
+        opened = under_model(open_checkpoint(resolved.path))
+        spec = find_spec(opened.hf_config)
+        model = spec.parse(opened.hf_config)
+        has_head = model.encoder is None and (
+            model.tied_head or HEAD in spec.view(opened, model).names()
+        )
+        task = find_task(config, opened, model, has_head)
+        model = task.of(model)
+        if config.context_len > model.context_len:
+            raise ConfigError(
+                f"--context-len {config.context_len} exceeds the model's maximum of "
+                f"{model.context_len} tokens"
+            )
+        model = replace(model, context_len=config.context_len or model.context_len)
+        checkpoint = spec.view(opened, model)
+        progress("reading the tokenizer", 0.0)
+        text = _text_files(checkpoint)
+        if model.classifier:
+            model = with_separator(model, text.tokenizer_json)
+            check_pairs(text.tokenizer_json)
+        unused = {HEAD} if model.tied_head else set()
+        check_names(
+            checkpoint, tensor_shapes(model), unused | ({HEAD_BIAS} if task.kind else set())
+        )
+        quantized = isq_formats(isq, model, checkpoint) if isq else {}
+    return PreparedModel(config, resolved, backend_type, checkpoint, text, model, task, quantized)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Add the path of the model to messages of CheckpointError and UnsupportedModel."""
+    try:
+        yield
     except (CheckpointError, UnsupportedModel) as error:
-        if str(resolved.path) in str(error):
-            raise CheckpointError(str(error)) from error
-        raise CheckpointError(f"{resolved.path}: {error}") from error
+        text = str(error)
+        raise CheckpointError(text if str(path) in text else f"{path}: {text}") from error
 
 
-def _load(
-    config: EngineConfig,
-    resolved: Resolved,
-    backend_type: type[Backend],
-    isq: str,
-    progress: Progress,
-) -> LoadedModel:
-    """Load the model whose files have been found. Raises CheckpointError or UnsupportedModel."""
-    opened = under_model(open_checkpoint(resolved.path))
-    spec = find_spec(opened.hf_config)
-    model = spec.parse(opened.hf_config)
-    has_head = model.encoder is None and (
-        model.tied_head or HEAD in spec.view(opened, model).names()
-    )
-    task = find_task(config, opened, model, has_head)
-    model = task.of(model)
-    requested_len = config.context_len or model.context_len
-    model = replace(model, context_len=min(requested_len, model.context_len))
+def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
+    """Prepare a model as `prepare_model` does, and load its weights in the format that the options
+    demand. Raises the same errors."""
+    prepared = prepare_model(config, progress)
+    model, checkpoint, quantized = prepared.model, prepared.checkpoint, prepared.quantized
     if any(layer.rope and layer.rope.kind in BY_CONTEXT for layer in model.layers):
         log.info("rope is scaled for a context of %d tokens (--context-len)", model.context_len)
-    checkpoint = spec.view(opened, model)
-    progress("reading the tokenizer", 0.0)
-    text = _text_files(checkpoint)  # before the weights, so that errors show at once
-    if model.classifier:
-        model = with_separator(model, text.tokenizer_json)
-        check_pairs(text.tokenizer_json)
-    unused = {HEAD} if model.tied_head else set()
-    check_names(checkpoint, tensor_shapes(model), unused | ({HEAD_BIAS} if task.kind else set()))
-    quantized = isq_formats(isq, model, checkpoint) if isq else {}
-    backend = backend_type(config)
-    expanded = sorted(set(checkpoint.expanded()) - quantized.keys())
-    if expanded and backend.weights_format is None:
-        log.warning(
-            "%d weights are kept as float32: their stored format has no transposed form (%s%s)",
-            len(expanded),
-            ", ".join(expanded[:3]),
-            ", ..." * (len(expanded) > 3),
+    with _naming(prepared.resolved.path):
+        backend = prepared.backend_type(prepared.config)
+        expanded = sorted(set(checkpoint.expanded()) - quantized.keys())
+        if expanded and backend.weights_format is None:
+            log.warning(
+                "%d weights are kept as float32: their stored format has no transposed form (%s%s)",
+                len(expanded),
+                ", ".join(expanded[:3]),
+                ", ..." * (len(expanded) > 3),
+            )
+        cache = DigestCache(part=" without head" if prepared.task.kind else "")
+        decoder, head, digest = _load_weights(
+            checkpoint, model, backend, quantized, cache, progress
         )
-    cache = DigestCache(part=" without head" if task.kind else "")
-    decoder, head, digest = _load_weights(checkpoint, model, backend, quantized, cache, progress)
-    card = _card(config, resolved, checkpoint, text, model, task, quantized, digest)
+        card = _card(prepared, digest)
     return LoadedModel(decoder, head, backend, card)
 
 
@@ -468,21 +498,14 @@ def _load_weights(
     return decoder, head, quantized_digest(digest, quantized) if quantized else digest
 
 
-def _card(
-    config: EngineConfig,
-    resolved: Resolved,
-    checkpoint: Checkpoint,
-    text: TextFiles,
-    model: ModelConfig,
-    task: ModelTask,
-    quantized: Mapping[str, str],
-    digest: str,
-) -> CardData:
+def _card(prepared: PreparedModel, digest: str) -> CardData:
+    checkpoint, text, quantized = prepared.checkpoint, prepared.text, prepared.quantized
+    model, task = prepared.model, prepared.task
     layouts = {name: checkpoint.layout(name) for name in tensor_shapes(model)}
     layouts |= {name: layouts[name]._replace(format=format) for name, format in quantized.items()}
     stats = [os.stat(file) for file in checkpoint.files]
     return CardData(
-        name=config.served_name or resolved.name,
+        name=prepared.config.served_name or prepared.resolved.name,
         architecture=model.architecture,
         context_len=model.context_len,
         vocab_size=model.vocab_size,
@@ -496,7 +519,7 @@ def _card(
         quantization=quantization_label(layouts.values()),
         created=int(max(stat.st_mtime for stat in stats)),
         weights_bytes=sum(stat.st_size for stat in stats),
-        generation_config=with_recommended(text.generation_config, resolved.name),
+        generation_config=with_recommended(text.generation_config, prepared.resolved.name),
         config_digest=configuration_digest(model, task.kind),
         is_encoder=model.encoder is not None,
         pooling="" if model.classifier else task.kind,

@@ -19,7 +19,11 @@ class UpSettings:
         (), "GGUF file, model directory or Hugging Face id to serve; none: the bundled SmolLM2"
     )
     prefill: int = option(
-        1, "prefill workers per model; 0: decode workers compute the prompts", min=0, max=64
+        1,
+        "prefill workers per model; 0: decode workers compute the prompts. By default, models that "
+        "only embed, and those with a head that scores, have none",
+        min=0,
+        max=64,
     )
     decode: int = option(1, "decode workers per model", min=1, max=64)
     gateway_workers: int = option(1, "gateway processes behind the same ports", min=1, max=64)

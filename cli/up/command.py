@@ -4,6 +4,7 @@ All processes start together: the router's address is chosen before that, and st
 router restarts. When `run` returns, all processes have ended.
 """
 
+import errno
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ from typing import Any
 
 from pdserve.cli.options import OptionError, Settings, UpSettings, render
 from pdserve.cli.progress import Lines, ProgressView, progress_below_log
-from pdserve.cli.up import gateway_workers
+from pdserve.cli.up import gateway_workers, model_check
 from pdserve.cli.up.banner import Banner, local_url
 from pdserve.cli.up.child import Task
 from pdserve.cli.up.cores import Share, allot, machine_cores
@@ -48,9 +49,11 @@ ENTRIES = {
     "gateway worker": gateway_workers.ENTRY,
     "prefill": "pdserve.services.prefill.servicer:run",
     "decode": "pdserve.services.decode.servicer:run",
+    "model check": model_check.ENTRY,
 }
 # These share most imports. The gateway shares few; it imports its modules in parallel.
-PRELOAD = tuple(ENTRIES[role].partition(":")[0] for role in ("router", "prefill", "decode"))
+FORKED = ("router", "prefill", "decode", "model check")
+PRELOAD = tuple(ENTRIES[role].partition(":")[0] for role in FORKED)
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 GATEWAY, ROUTER = "gateway", "router"
 FIRST_PORT = 10_000  # lowest port that `free_port` chooses
@@ -213,8 +216,11 @@ class System:
         return f"127.0.0.1:{free_port()}", f"127.0.0.1:{port}"
 
     def serve(self, supervisor: Supervisor, folder: Path) -> int:
-        """Start the children, wait for a signal, then stop them; return the exit code. Raises
-        StartError if a child cannot start."""
+        """Check the models, start the children, wait for a signal, then stop them; return the exit
+        code. Raises StartError if a model cannot be served or a child cannot start."""
+        workers = self._workers(self._check_models(supervisor))
+        if supervisor.signals:
+            return 0
         with (
             self._database(folder) as database,
             self._gateway_tasks(folder, database.url) as tasks,
@@ -222,17 +228,17 @@ class System:
             facts = f"# data: {database.place}\n" if database.place else ""
             # for `pdserve report`
             (folder / CONFIG_FILE).write_text(render(self._settings) + facts)
-            return self._serve(supervisor, folder, tasks, database.place)
+            return self._serve(supervisor, folder, workers, tasks, database.place)
 
     def _serve(
         self,
         supervisor: Supervisor,
         folder: Path,
+        workers: Sequence[tuple[str, str, str]],
         gateway_tasks: Mapping[str, Callable[[], Task]],
         data_place: str,
     ) -> int:
         self._write_state(folder)
-        workers = self._workers()
         cores, num_usable = machine_cores()
         shares = allot(cores, num_usable, len(workers), self._up.threads)
         for (name, _, _), share in zip(workers, shares, strict=True):
@@ -245,7 +251,7 @@ class System:
         try:
             routers.append(supervisor.start(ROUTER, lambda: self._router_task(folder)))
             for (name, role, model), share in zip(workers, shares, strict=True):
-                make = self._worker_task(role, model, share, folder)
+                make = self._worker_task(role, model, share, folder, len(workers))
                 children[role].append(supervisor.start(name, make))
             supervisor.run_until(lambda: all(child.ready for child in supervisor.children))
             self._progress.close()
@@ -269,10 +275,24 @@ class System:
             say("stopped" if clean else "stopped, but some processes had to be killed")
         return 0 if clean else 1
 
-    def _workers(self) -> list[tuple[str, str, str]]:
+    def _check_models(self, supervisor: Supervisor) -> frozenset[str]:
+        """Check the models in a child process, so that this process imports no torch; return those
+        that use prefill workers. Raises StartError, with the reason why one cannot be served."""
+        configs = [self._settings.build(EngineConfig, model=model) for model in self._models]
+        task = Task(self._entries["model check"], (configs,))
+        checked = supervisor.run("model check", lambda: task)
+        self._progress.close()
+        use_prefill = checked.get("use_prefill", ())  # nothing at a signal
+        return frozenset(
+            model for model, uses in zip(self._models, use_prefill, strict=False) if uses
+        )
+
+    def _workers(self, use_prefill: Collection[str]) -> list[tuple[str, str, str]]:
         """Return (name, role, model) of each worker. Decode workers come first, because the first
-        workers get the cores that cannot be divided evenly."""
+        workers get the cores that cannot be divided evenly. A model that is not in `use_prefill`
+        has prefill workers only if the user has set their number."""
         counts = {"decode": self._up.decode, "prefill": self._up.prefill}
+        is_set = self._settings.values["prefill"].given
         has_several_models = len(self._models) > 1
         return [
             (
@@ -282,6 +302,7 @@ class System:
             )
             for role, count in counts.items()
             for model in self._models
+            if role == "decode" or is_set or model in use_prefill
             for number in range(count)
         ]
 
@@ -351,8 +372,9 @@ class System:
             self._stop_listening = workers.stop_listening
             yield {name: partial(workers.task, index) for index, name in enumerate(names)}
 
-    def _worker_task(self, role: str, model: str, share: Share, folder: Path) -> Callable[[], Task]:
-        num_workers = (self._up.prefill + self._up.decode) * len(self._models)
+    def _worker_task(
+        self, role: str, model: str, share: Share, folder: Path, num_workers: int
+    ) -> Callable[[], Task]:
         cls: type[WorkerSettings] = PrefillSettings if role == "prefill" else DecodeSettings
 
         def make() -> Task:
@@ -447,16 +469,18 @@ def free_port() -> int:
 
 
 def check_free(flag: str, host: str, port: int) -> None:
-    """Raise OSError, which names the flag and the port, if the port cannot be used, for example
-    because it is in use; port 0 is not checked."""
-    if not port:
-        return
+    """Raise OSError, which names the option to change, if this machine does not have the address
+    `host`, or if the port cannot be used, for example because it is in use; 0: any port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                raise OSError(
+                    f"--host {host}: this machine has no such address ({error.strerror})"
+                ) from None
             raise OSError(
                 f"port {port} of {host} cannot be used ({error.strerror}); choose one with {flag}"
             ) from None

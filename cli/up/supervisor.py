@@ -54,6 +54,7 @@ class Child:
 
     name: str
     make: Callable[[], Task]
+    once: bool = False  # it ends by itself, and is not restarted
     process: SpawnProcess | ForkedProcess | None = None
     pipe: Connection | None = None
     started_at: float = 0.0
@@ -140,6 +141,18 @@ class Supervisor:
             raise StartError(f"{name} could not start: {error}") from error
         self.children.append(child)
         return child
+
+    def run(self, name: str, make: Callable[[], Task]) -> dict[str, Any]:
+        """Run a task in a child process to its end; return what it has reported. Returns early at a
+        signal. Raises StartError if the task fails; the message is that of its failure."""
+        child = self.start(name, make)
+        child.once = True
+        self.run_until(lambda: child.process is None)
+        if child.process is None:
+            self.children.remove(child)
+        if child.failure:
+            raise StartError(child.failure)
+        return child.figures
 
     def _launch(self, child: Child) -> None:
         """Start the process of a child. Raises OSError if the operating system cannot start one
@@ -256,6 +269,10 @@ class Supervisor:
 
     def _record_death(self, child: Child, code: int | None) -> None:
         """Record a child's death, plan its restart, and report the event."""
+        if child.once:
+            if code != 0 and not child.failure:
+                child.failure = f"{child.name} {death_of(child, code)}"
+            return
         lived_s = time.monotonic() - child.started_at
         child.deaths_in_a_row = 1 + (child.deaths_in_a_row if lived_s < SOON_S else 0)
         restart_s = restart_delay(child.deaths_in_a_row)

@@ -1,7 +1,7 @@
 """Public types of the engine: requests, events, errors, options, and bounds of sampling
 parameters."""
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api.config import ConfigError, EngineConfig
 from pdserve.engine.api.request import (
     CONTEXT_EXCEEDED,
     ChoiceState,

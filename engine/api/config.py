@@ -37,6 +37,11 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+class ConfigError(ValueError):
+    """Raised if an engine option is unknown, contradicts another one or the model, or needs what
+    this machine lacks. The message addresses the user."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Options for how a worker loads and runs its model."""

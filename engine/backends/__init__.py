@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from typing import ClassVar, Protocol
 
-from pdserve.engine.api import EngineConfig
+from pdserve.engine.api import ConfigError, EngineConfig
 from pdserve.engine.execution import Model
 from pdserve.engine.kv import KvSpec, LayerGroup
 from pdserve.engine.kv.cache import KvCache
@@ -47,7 +47,7 @@ class Backend(ABC):
     sampling: SamplingOps  # samples tokens from the decoder's logits
 
     def __init__(self, config: EngineConfig) -> None:
-        """Make the backend for these options. Raises ValueError if it does not support one of
+        """Make the backend for these options. Raises ConfigError if it does not support one of
         them."""
         self._config = config
 
@@ -118,7 +118,7 @@ def names() -> Collection[str]:
 def choose(config: EngineConfig) -> type[Backend]:
     """Return the backend class for these options.
 
-    Raises ValueError if --kernels names no backend, if the backend needs a package that is not
+    Raises ConfigError if --kernels names no backend, if the backend needs a package that is not
     installed, or if options contradict each other.
     """
     name, reason = config.kernels, f"--kernels {config.kernels}"
@@ -131,28 +131,28 @@ def choose(config: EngineConfig) -> type[Backend]:
         name, reason = (FALLBACK, obstacle) if obstacle else (preferred, reason)
     backend = _find(name, reason)
     if config.kv_dtype not in ("auto", *backend.kv_dtypes):
-        raise ValueError(
+        raise ConfigError(
             f"--kv-dtype {config.kv_dtype} needs the native kernels, which {reason} excludes"
         )
     if obstacle := backend.obstacle(config):
-        raise ValueError(f"--kernels {name} contradicts {obstacle}")
+        raise ConfigError(f"--kernels {name} contradicts {obstacle}")
     return backend
 
 
 def _find(name: str, reason: str) -> type[Backend]:
-    """Return the backend class with this name. Raises ValueError if there is none or if a package
+    """Return the backend class with this name. Raises ConfigError if there is none or if a package
     it needs is not installed; `reason`: the option that selected the backend, for that message."""
     if name in _added:
         return _added[name]
     if name not in names():
         supported = ", ".join(("auto", *sorted(names())))
-        raise ValueError(f"--kernels {name} is not supported; supported: {supported}")
+        raise ConfigError(f"--kernels {name} is not supported; supported: {supported}")
     try:
         backend: type[Backend] = import_module(f"{__name__}.{name}").BACKEND
     except ModuleNotFoundError as error:
         if name not in EXTRAS or error.name not in ("torch", "triton"):
             raise
-        raise ValueError(
+        raise ConfigError(
             f"{reason} needs {error.name}: pip install 'pdserve[{EXTRAS[name]}]'"
         ) from None
     return backend

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 import triton
 
-from pdserve.engine.api import EngineConfig
+from pdserve.engine.api import ConfigError, EngineConfig
 from pdserve.engine.backends import Backend, ModelDecoder
 from pdserve.engine.kv import KvSpec
 from pdserve.engine.kv.cache import KvCache
@@ -38,7 +38,7 @@ class CudaBackend(Backend):
         self._capability = torch.cuda.get_device_capability(self._device)
         if self._capability < MIN_CAPABILITY:
             major, minor = self._capability
-            raise ValueError(
+            raise ConfigError(
                 f"--kernels cuda needs compute capability 8.0, but this GPU has {major}.{minor}; "
                 "use --kernels reference"
             )

@@ -11,7 +11,12 @@ from typing import Any
 
 from pdserve.engine.api.default_model import NO_DEFAULT_MODEL, default_model
 from pdserve.engine.checkpoints.gguf import shard_names
-from pdserve.engine.checkpoints.quantization_tags import PART_SUFFIX, QUANT_SUFFIX, choose_file
+from pdserve.engine.checkpoints.quantization_tags import (
+    PART_SUFFIX,
+    QUANT_SUFFIX,
+    choose_file,
+    gguf_models,
+)
 from pdserve.engine.checkpoints.source import CheckpointError
 
 DIRECTORY_FILES = ("*.safetensors", "*.json", "*.jinja")
@@ -157,16 +162,18 @@ def resolve(model: str, progress: Callable[[str, float], None]) -> Resolved:
 
 def find(model: str) -> Path | HubModel:
     """Return the path of a model on this machine, or the hub model that `model` names, without
-    downloading it. Raises CheckpointError if `model` is neither."""
+    downloading it. Raises CheckpointError if `model` is neither, and for a directory of several
+    GGUF models."""
     if not model:
         if shipped := default_model():
             return shipped
         raise CheckpointError(NO_DEFAULT_MODEL)
     path = Path(os.path.expanduser(model))  # os.path functions never raise here, unlike pathlib
     if os.path.exists(path):
-        return path
+        return _gguf_in(path) or path
     match = HUB_ID.fullmatch(model.removeprefix(_hub_prefix(model)))
-    if match is None or model.endswith("/") or path.is_absolute() or ".." in model:
+    is_id = match is not None and not match["repo"].endswith(".gguf")  # else a missing file
+    if match is None or not is_id or model.endswith("/") or path.is_absolute() or ".." in model:
         raise CheckpointError(
             f"no model {model!r}: neither an existing GGUF file or directory nor a Hugging Face id"
             " (org/name, org/name@revision, org/name:file.gguf or org/name:Q4_K_M)"
@@ -175,6 +182,18 @@ def find(model: str) -> Path | HubModel:
     if quant is None and match["file"] is None and "gguf" in match["repo"].lower():
         quant = ""
     return HubModel(match["repo"], match["revision"], match["file"], quant)
+
+
+def _gguf_in(folder: Path) -> Path | None:
+    """Return the GGUF model in a directory that has no other model; None if there is none."""
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return None
+    models = sorted(gguf_models(path.name for path in folder.glob("*.gguf")))
+    if len(models) > 1:
+        raise CheckpointError(
+            f"{folder} has {len(models)} GGUF models; name one of them: {', '.join(models[:20])}"
+        )
+    return folder / models[0] if models else None
 
 
 def _hub_prefix(model: str) -> str:

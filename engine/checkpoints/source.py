@@ -106,11 +106,24 @@ def unknown_tensor(name: str, names: Collection[str]) -> CheckpointError:
     return CheckpointError(f"tensor {name} is missing{hint}")
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def check_no_pointer(path: Path, start: bytes) -> None:
+    """Raise CheckpointError if a file that begins with `start` only points to a file that git-lfs
+    has not downloaded."""
+    if start.startswith(LFS_POINTER):
+        raise CheckpointError(
+            f"{path} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder"
+        )
+
+
 class MappedFile:
     """A file mapped privately into memory. `map[a:b]` copies bytes; `array` does not."""
 
     def __init__(self, path: Path) -> None:
-        """Map the file. Raises CheckpointError if it cannot be opened or is empty."""
+        """Map the file. Raises CheckpointError if it cannot be opened, is empty or is a pointer of
+        Git LFS."""
         self.path = path
         try:
             with path.open("rb") as file:
@@ -118,6 +131,7 @@ class MappedFile:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
         self.size = len(self.map)
+        check_no_pointer(path, self.map[: len(LFS_POINTER)])
 
     def array(self, dtype: "np.dtype[Any]", shape: tuple[int, ...], start: int) -> NDArray[Any]:
         """Return an array over the file's bytes from position `start` on; the caller checks that

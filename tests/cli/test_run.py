@@ -91,6 +91,26 @@ def test_a_model_that_cannot_be_loaded(
     assert list(tmp_path.glob("pdserve*")) == []
 
 
+def test_what_cannot_be_served_ends_in_one_sentence(
+    run: Callable[..., "subprocess.Popen[str]"], subtests: pytest.Subtests, tmp_path: Path
+) -> None:
+    """No process that serves is started before."""
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    for words, sentence in {
+        ("--isq", "q9"): "--isq: quantization type 'q9' is not supported; supported: q4_0, ",
+        ("--context-len", "9000"): "--context-len 9000 exceeds the model's maximum of 8192 tokens",
+        ("no/such.gguf",): "no model 'no/such.gguf': neither an existing GGUF file or directory ",
+        (str(tmp_path / "adapter"),): f"{tmp_path}/adapter is an adapter (LoRA), which pdserve ",
+    }.items():
+        with subtests.test(words[0]):
+            command = run("up", *words, "--port", "0", capture_errors=True)
+            out, err = command.communicate(timeout=LIMIT_S)
+            assert (command.returncode, out) == (1, "")
+            (line,) = err.splitlines()
+            assert line.startswith(f"pdserve up: {sentence}")
+
+
 def test_contradictory_options(run: Callable[..., "subprocess.Popen[str]"]) -> None:
     command = run("run", "hello", "--remote-prefill", "always", capture_errors=True)
     out, err = command.communicate(timeout=LIMIT_S)

@@ -18,6 +18,7 @@ from systems.eventually import LIMIT_S
 from pdserve.cli.up.child import ForkServer, Task
 from pdserve.cli.up.cores import Share
 from pdserve.cli.up.supervisor import Child, OnEvent, StartError, Supervisor, restart_delay
+from pdserve.engine.api import EngineConfig
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
 Events = list[tuple[str, str, dict[str, Any]]]
@@ -148,6 +149,18 @@ def test_an_unexpected_failure_is_named(supervisor: Supervisor) -> None:
     start(supervisor, "surprised")
     with pytest.raises(StartError, match=r"KeyError: 'oops'"):
         all_ready(supervisor)
+
+
+def test_a_task_that_runs_once(supervisor: Supervisor, events: Events) -> None:
+    configs = [EngineConfig(model="encoder"), EngineConfig(model="other")]
+    task = Task("fakes.service:model_check", (configs,))
+    assert supervisor.run("check", lambda: task) == {"use_prefill": [False, True]}
+    assert supervisor.children == []
+    with pytest.raises(StartError, match=r"^no such model: nowhere\.gguf$"):
+        supervisor.run("broken", lambda: Task("fakes.service:broken", ()))
+    with pytest.raises(StartError, match=r"^killed ended \(signal 9\)$"):
+        supervisor.run("killed", lambda: Task("fakes.service:killed", ()))
+    assert not [event for _, event, _ in events if event in ("died", "restart")]
 
 
 def test_stages_end_in_order(supervisor: Supervisor, tmp_path: Path) -> None:
@@ -341,7 +354,7 @@ def test_preloaded_modules_start_no_thread_and_import_no_torch() -> None:
         "import importlib, os, sys\n"
         "from pdserve.cli.up.command import PRELOAD\n"
         "for name in PRELOAD: importlib.import_module(name)\n"
-        "assert len(PRELOAD) == 3\n"
+        "assert len(PRELOAD) == 4\n"
         "assert 'numpy' in sys.modules\n"
         "assert 'torch' not in sys.modules\n"
         "assert len(os.listdir('/proc/self/task')) == 1\n"

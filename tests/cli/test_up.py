@@ -36,6 +36,7 @@ FAKES = {
     "gateway worker": "fakes.service:gateway_worker",
     "prefill": "fakes.service:worker",
     "decode": "fakes.service:worker",
+    "model check": "fakes.service:model_check",
 }
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -116,6 +117,17 @@ def test_every_child_gets_its_arguments(tmp_path: Path, capsys: pytest.CaptureFi
     assert "KV pool of 1000 tokens" in said.err
     assert said.err.rstrip().endswith("stopped")
     assert "router: loading" not in said.err
+
+
+@pytest.mark.parametrize("words", [(), ("--prefill", "1")])
+def test_a_model_without_prefill_has_no_worker_for_it_by_default(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    ended = serve(tmp_path, "--model", "encoder", "--model", "two", *words)
+    workers = {child.name: child.figures for child in ended.children[2:]}
+    expected = {"decode 0 of encoder", "decode 0 of two", "prefill 0 of two"}
+    assert workers.keys() == expected | ({"prefill 0 of encoder"} if words else set())
+    assert {figures["host_engines"] for figures in workers.values()} == {len(workers)}
 
 
 def test_ps_lists_running_systems(
@@ -330,6 +342,14 @@ def test_a_busy_port_is_named() -> None:
             settings, _ = parse_command(COMMANDS["up"], "pdserve up", words)
             with pytest.raises(OSError, match=rf"port {port} of 127.0.0.1 .* {flag}"):
                 System(settings, FAKES)
+
+
+@pytest.mark.parametrize("host", ["999.1.1.1", "192.0.2.1"])
+def test_an_address_of_another_machine_is_not_called_a_busy_port(host: str) -> None:
+    words = ["--port", "0", "--host", host]
+    settings, _ = parse_command(COMMANDS["up"], "pdserve up", words)
+    with pytest.raises(OSError, match=f"--host {host}: this machine has no such address"):
+        System(settings, FAKES)
 
 
 def test_an_open_address_without_a_key_gets_a_warning(

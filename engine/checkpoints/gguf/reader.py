@@ -128,7 +128,10 @@ class _Cursor:
         least `item_bytes` each, do not fit into the rest of the file."""
         value: int = self.number(code)
         if value * item_bytes > self.remaining:
-            raise self.fail(f"{value} {items} do not fit into the remaining {self.remaining} bytes")
+            raise self.fail(
+                f"{value} {items} do not fit into the remaining {self.remaining} bytes "
+                "(the file is truncated or damaged)"
+            )
         return value
 
     def text(self, limit: int | None = None) -> str:

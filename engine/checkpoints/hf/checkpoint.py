@@ -24,6 +24,7 @@ from pdserve.engine.checkpoints.source import (
     Layout,
     StoredPooling,
     TextFiles,
+    check_no_pointer,
     unknown_tensor,
 )
 from pdserve.engine.checkpoints.text import (
@@ -48,6 +49,7 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     if len(data) > limit:
         raise CheckpointError(f"{path} is larger than {limit} bytes")
+    check_no_pointer(path, data)
     return data
 
 
@@ -250,6 +252,11 @@ class DirectoryCheckpoint:
         missing or malformed, or if the quantization method is not supported."""
         self._path = path
         if not (path / "config.json").exists():
+            if (path / "adapter_config.json").exists():
+                raise CheckpointError(
+                    f"{path} is an adapter (LoRA), which pdserve does not load: merge it into its "
+                    "base model (merge_and_unload of the package peft) and serve the result"
+                )
             raise CheckpointError(f"{path} has no config.json: not a Hugging Face model directory")
         self._config = read_json(path / "config.json")
         shards, self._owner = _shards(path)

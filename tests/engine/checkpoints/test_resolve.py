@@ -60,6 +60,19 @@ def test_a_folder_is_served_under_its_name(tmp_path: Path, monkeypatch: pytest.M
     assert resolve(".", quiet).name == "My-Model.v1"
 
 
+def test_a_folder_of_one_gguf_model_is_that_model(tmp_path: Path) -> None:
+    parts = [tmp_path / f"tiny-Q8_0-0000{n}-of-00002.gguf" for n in (1, 2)]
+    for path in (*parts, tmp_path / "mmproj-tiny.gguf"):
+        path.touch()
+    assert find(str(tmp_path)) == parts[0]
+    assert resolve(str(tmp_path), quiet).name == "tiny"
+    (tmp_path / "other.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"has 2 GGUF models; name one of them: other\.gguf,"):
+        find(str(tmp_path))
+    (tmp_path / "config.json").touch()
+    assert find(str(tmp_path)) == tmp_path
+
+
 def test_an_argument_that_is_neither_path_nor_id_is_refused(subtests: pytest.Subtests) -> None:
     for model in (
         "gpt2",
@@ -68,6 +81,7 @@ def test_an_argument_that_is_neither_path_nor_id_is_refused(subtests: pytest.Sub
         "../x/y",
         "org/",
         "org/name:file.bin",
+        "models/tiny.Q4_K_M.gguf",
         "a b/c",
         "-o/n",
         "~/x",

@@ -28,6 +28,10 @@ class WrongFile(NamedTuple):
     cause: str
 
 
+LFS_POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\n"
+    b"oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
+)
 LLAMA, LATENT, GPT_OSS = "hf", "latent", "gpt_oss"  # folders of good models
 GOOD = ("hf", "model.gguf", "latent", "latent.gguf", "gpt_oss", "gpt_oss.gguf")
 
@@ -165,6 +169,16 @@ DIRECTORIES = {
         directory(lambda path: [file.unlink() for file in path.iterdir()]), "no config.json"
     ),
     "no config": WrongFile(without("config.json"), "no config.json"),
+    "weights are a pointer of git-lfs": WrongFile(
+        text("model.safetensors", LFS_POINTER), "model.safetensors .*git lfs pull"
+    ),
+    "tokenizer is a pointer of git-lfs": WrongFile(
+        text("tokenizer.json", LFS_POINTER), "tokenizer.json .*git lfs pull"
+    ),
+    "adapter": WrongFile(
+        directory(lambda path: (path / "config.json").rename(path / "adapter_config.json")),
+        r"is an adapter \(LoRA\)",
+    ),
     "config is no JSON": WrongFile(text("config.json", "{"), "config.json is not JSON"),
     "config is no text": WrongFile(text("config.json", b"\xff\xfe\x00"), "config.json is not JSON"),
     "config is a list": WrongFile(text("config.json", "[]"), "config.json is not a JSON object"),
@@ -347,6 +361,7 @@ GGUF_FILES = {
     "gguf: nothing": WrongFile(gguf_bytes(lambda held: b""), "cannot mmap an empty file"),
     "gguf: another kind of file": WrongFile(gguf_bytes(lambda held: b"PK\3\4" + held), "GGUF"),
     "gguf: text": WrongFile(gguf_bytes(lambda held: b"hello, world\n" * 99), "GGUF"),
+    "gguf: pointer of git-lfs": WrongFile(gguf_bytes(lambda held: LFS_POINTER), "git lfs pull"),
     "gguf: version 1": WrongFile(patched(4, struct.pack("<I", 1)), "version"),
     "gguf: big endian": WrongFile(patched(4, struct.pack(">I", 3)), "version|endian"),
     "gguf: tensors without end": WrongFile(patched(8, b"\xff" * 8), "tensors do not fit into"),

@@ -4,9 +4,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pdserve.engine.api import EngineConfig
 from pdserve.services.common.lifecycle import Report
 
 IMPORTED_BY = os.getpid()  # in a forked child this is the fork server
@@ -63,6 +65,17 @@ def logged(path: str, name: str, report: Report) -> int:
     with Path(path).open("a") as file:
         file.write(name + "\n")
     return code
+
+
+def model_check(configs: Sequence[EngineConfig], report: Report) -> int:
+    """Accept every model. One with "encoder" in its name uses no prefill worker."""
+    report("checked", {"use_prefill": ["encoder" not in config.model for config in configs]})
+    return 0
+
+
+def killed(report: Report) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
 
 
 def ending(report: Report) -> int:
