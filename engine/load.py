@@ -377,12 +377,8 @@ def prepare_model(config: EngineConfig, progress: Progress) -> PreparedModel:
         )
         task = find_task(config, opened, model, has_head)
         model = task.of(model)
-        if config.context_len > model.context_len:
-            raise ConfigError(
-                f"--context-len {config.context_len} exceeds the model's maximum of "
-                f"{model.context_len} tokens"
-            )
-        model = replace(model, context_len=config.context_len or model.context_len)
+        requested_len = config.context_len or model.context_len
+        model = replace(model, context_len=min(requested_len, model.context_len))
         checkpoint = spec.view(opened, model)
         progress("reading the tokenizer", 0.0)
         text = _text_files(checkpoint)
@@ -412,6 +408,12 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     demand. Raises the same errors."""
     prepared = prepare_model(config, progress)
     model, checkpoint, quantized = prepared.model, prepared.checkpoint, prepared.quantized
+    if config.context_len > model.context_len:
+        log.warning(
+            "--context-len %d exceeds the model's maximum: it is served with %d tokens",
+            config.context_len,
+            model.context_len,
+        )
     if any(layer.rope and layer.rope.kind in BY_CONTEXT for layer in model.layers):
         log.info("rope is scaled for a context of %d tokens (--context-len)", model.context_len)
     with _naming(prepared.resolved.path):

@@ -99,7 +99,6 @@ def test_what_cannot_be_served_ends_in_one_sentence(
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
     for words, sentence in {
         ("--isq", "q9"): "--isq: quantization type 'q9' is not supported; supported: q4_0, ",
-        ("--context-len", "9000"): "--context-len 9000 exceeds the model's maximum of 8192 tokens",
         ("no/such.gguf",): "no model 'no/such.gguf': neither an existing GGUF file or directory ",
         (str(tmp_path / "adapter"),): f"{tmp_path}/adapter is an adapter (LoRA), which pdserve ",
     }.items():

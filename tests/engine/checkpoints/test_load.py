@@ -66,7 +66,7 @@ def loaded_tensors(path: Path, format: str | None, threads: int = 2) -> dict[str
         return {name: torch.from_numpy(unpack(weights(name))) for name in names}
 
 
-def test_card_of_a_folder(tmp_path: Path) -> None:
+def test_card_of_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_tiny(tmp_path / "Tiny-Llama", "llama")
     os.utime(folder / "model.safetensors", (1_700_000_000, 1_700_000_000))
     card = load(folder).card
@@ -79,7 +79,9 @@ def test_card_of_a_folder(tmp_path: Path) -> None:
     assert card.generation_config["eos_token_id"] == [258]
     named = load(folder, served_name="mine", context_len=99).card
     assert (named.name, named.context_len) == ("mine", 99)
+    caplog.clear()
     assert load(folder, context_len=10**6).card.context_len == 512
+    assert "--context-len 1000000 exceeds the model's maximum" in caplog.text
 
 
 def test_end_ids_outside_the_vocabulary_are_left_out(tmp_path: Path) -> None:
