@@ -42,14 +42,21 @@ def build_engine(
     """
     loaded = load_model(config, progress)
     decoder, backend, card = loaded.decoder, loaded.backend, loaded.card
-    if card.is_encoder:
-        _check_steps_of_encoder(config, card.context_len)
+    if card.is_encoder and config.chunk_size:
+        log.warning(
+            "--chunk-size %d has no effect: a step of an encoder computes a whole text of up to %d "
+            "tokens",
+            config.chunk_size,
+            card.context_len,
+        )
     spec = KvSpec(config.block_size, decoder.kv_groups)
     progress("warming up", 0.0)
     max_size = min(card.context_len, config.kv_tokens or card.context_len, CHUNKS[-1])
     trial_sizes = (blocks_for(max_size, spec.block_size),) * len(spec.groups)
     measured = measure(decoder, backend.kv_cache(spec, trial_sizes), max_size)
     chunk_size = config.chunk_size or measured.chunk_size
+    if config.step_tokens:
+        chunk_size = min(chunk_size, config.step_tokens - config.max_running)
     if card.is_encoder:
         chunk_size = card.context_len
     num_blocks = _num_blocks(config, backend, spec, card, chunk_size)
@@ -98,19 +105,6 @@ def build_engine(
     )
     progress("ready", 1.0)
     return engine, replace(card, context_len=context_len)
-
-
-def _check_steps_of_encoder(config: EngineConfig, context_len: int) -> None:
-    """Raise ConfigError if --step-tokens is too small for an encoder, and log that --chunk-size has
-    no effect on it: the tokens of a text see each other, so one chunk computes all of them."""
-    reason = f"a step of an encoder computes a whole text of up to {context_len} tokens"
-    if config.chunk_size:
-        log.warning("--chunk-size %d has no effect: %s", config.chunk_size, reason)
-    if 0 < config.step_tokens < config.max_running + context_len:
-        raise ConfigError(
-            f"--step-tokens {config.step_tokens} is less than --max-running {config.max_running} "
-            f"+ {context_len}: {reason} (--context-len)"
-        )
 
 
 def _num_blocks(

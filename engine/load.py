@@ -327,16 +327,17 @@ def check_pairs(tokenizer_json: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model whose files have been found and checked against the options. No weights are loaded
-    yet; its backend is not built."""
+    """A model whose files have been found and checked against the options, before its weights are
+    loaded."""
 
-    config: EngineConfig  # with the device that --device auto selects
+    served_name: str
     resolved: Resolved
-    backend_type: type[Backend]
+    backend: Backend
     checkpoint: ViewedCheckpoint
     text: TextFiles
     model: ModelConfig
     task: ModelTask
+    score_ids: tuple[int, ...]  # of "yes" and "no", of a reranker that compares their logits
     quantized: Mapping[str, str]  # format by name, of the matrices to quantize
 
 
@@ -352,8 +353,8 @@ class LoadedModel:
 
 
 def prepare_model(config: EngineConfig, progress: Progress) -> PreparedModel:
-    """Find or download the model that `config.model` names, and check its files and the options:
-    everything that can be checked without loading weights.
+    """Find or download the model that `config.model` names, and check all of its files and of the
+    options that can be checked without loading weights.
 
     `progress` receives the current activity and its completed fraction, from any thread. Raises
     CheckpointError with a message for the user, and ConfigError.
@@ -363,12 +364,13 @@ def prepare_model(config: EngineConfig, progress: Progress) -> PreparedModel:
         config = replace(config, device=device)
     backend_type = choose(config)  # first, so that errors come before slow work
     resolve_device(config.device)  # raises if a required GPU is missing
+    backend = backend_type(config)
     try:
         isq = find_type(config.isq) if config.isq else ""
     except ValueError as error:
         raise ConfigError(f"--isq: {error}") from None
     resolved = resolve(config.model, progress)
-    with _naming(resolved.path):
+    with _path_in_errors(resolved.path):
         opened = under_model(open_checkpoint(resolved.path))
         spec = find_spec(opened.hf_config)
         model = spec.parse(opened.hf_config)
@@ -379,22 +381,49 @@ def prepare_model(config: EngineConfig, progress: Progress) -> PreparedModel:
         model = task.of(model)
         requested_len = config.context_len or model.context_len
         model = replace(model, context_len=min(requested_len, model.context_len))
+        _check_step(config, model)
         checkpoint = spec.view(opened, model)
         progress("reading the tokenizer", 0.0)
         text = _text_files(checkpoint)
         if model.classifier:
             model = with_separator(model, text.tokenizer_json)
             check_pairs(text.tokenizer_json)
+        scored = score_ids(text.tokenizer_json) if task.scores else ()
         unused = {HEAD} if model.tied_head else set()
         check_names(
             checkpoint, tensor_shapes(model), unused | ({HEAD_BIAS} if task.kind else set())
         )
         quantized = isq_formats(isq, model, checkpoint) if isq else {}
-    return PreparedModel(config, resolved, backend_type, checkpoint, text, model, task, quantized)
+    return PreparedModel(
+        served_name=config.served_name or resolved.name,
+        resolved=resolved,
+        backend=backend,
+        checkpoint=checkpoint,
+        text=text,
+        model=model,
+        task=task,
+        score_ids=scored,
+        quantized=quantized,
+    )
+
+
+def _check_step(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if --step-tokens is too small for the other options and the model."""
+    chunk = model.context_len if model.encoder else max(1, config.chunk_size)
+    if 0 < config.step_tokens < config.max_running + chunk:
+        reason = (
+            f"a step of an encoder computes a whole text of up to {chunk} tokens (--context-len)"
+            if model.encoder
+            else "a step computes a token of each running sequence and a prefill chunk"
+        )
+        raise ConfigError(
+            f"--step-tokens {config.step_tokens} is less than --max-running {config.max_running} "
+            f"+ {chunk}: {reason}"
+        )
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _path_in_errors(path: Path) -> Iterator[None]:
     """Add the path of the model to messages of CheckpointError and UnsupportedModel."""
     try:
         yield
@@ -416,8 +445,8 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         )
     if any(layer.rope and layer.rope.kind in BY_CONTEXT for layer in model.layers):
         log.info("rope is scaled for a context of %d tokens (--context-len)", model.context_len)
-    with _naming(prepared.resolved.path):
-        backend = prepared.backend_type(prepared.config)
+    backend = prepared.backend
+    with _path_in_errors(prepared.resolved.path):
         expanded = sorted(set(checkpoint.expanded()) - quantized.keys())
         if expanded and backend.weights_format is None:
             log.warning(
@@ -507,7 +536,7 @@ def _card(prepared: PreparedModel, digest: str) -> CardData:
     layouts |= {name: layouts[name]._replace(format=format) for name, format in quantized.items()}
     stats = [os.stat(file) for file in checkpoint.files]
     return CardData(
-        name=prepared.config.served_name or prepared.resolved.name,
+        name=prepared.served_name,
         architecture=model.architecture,
         context_len=model.context_len,
         vocab_size=model.vocab_size,
@@ -529,5 +558,5 @@ def _card(prepared: PreparedModel, digest: str) -> CardData:
         pool=task.pool.kind if task.pool else "",
         normalizes=any(stored.normalizes for stored in (task.pooling, task.pool) if stored),
         hidden_size=model.hidden_size,
-        score_ids=score_ids(text.tokenizer_json) if task.scores else (),
+        score_ids=prepared.score_ids,
     )

@@ -20,8 +20,8 @@ class UpSettings:
     )
     prefill: int = option(
         1,
-        "prefill workers per model; 0: decode workers compute the prompts. By default, models that "
-        "only embed, and those with a head that scores, have none",
+        "prefill workers per model; 0: decode workers compute the prompts. By default none for "
+        "models that only embed or have a classification head",
         min=0,
         max=64,
     )

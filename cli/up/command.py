@@ -22,7 +22,7 @@ from typing import Any
 
 from pdserve.cli.options import OptionError, Settings, UpSettings, render
 from pdserve.cli.progress import Lines, ProgressView, progress_below_log
-from pdserve.cli.up import gateway_workers, model_check
+from pdserve.cli.up import gateway_workers
 from pdserve.cli.up.banner import Banner, local_url
 from pdserve.cli.up.child import Task
 from pdserve.cli.up.cores import Share, allot, machine_cores
@@ -49,7 +49,7 @@ ENTRIES = {
     "gateway worker": gateway_workers.ENTRY,
     "prefill": "pdserve.services.prefill.servicer:run",
     "decode": "pdserve.services.decode.servicer:run",
-    "model check": model_check.ENTRY,
+    "model check": "pdserve.cli.up.model_check:run",
 }
 # These share most imports. The gateway shares few; it imports its modules in parallel.
 FORKED = ("router", "prefill", "decode", "model check")
@@ -151,6 +151,9 @@ class System:
         except ValueError as error:
             raise OptionError(str(error)) from None
         self._check_gateway_files()
+        num_prefill = up.prefill if values["prefill"].given else 0  # else the models decide
+        num_workers = (up.decode + num_prefill) * len(self._models)
+        allot(*machine_cores(), num_workers, up.threads)
         for flag, host, port in (
             ("--port", self._gateway.host, self._gateway.port),
             ("--grpc-port", self._gateway.host, self._gateway.grpc_port),
@@ -218,9 +221,6 @@ class System:
     def serve(self, supervisor: Supervisor, folder: Path) -> int:
         """Check the models, start the children, wait for a signal, then stop them; return the exit
         code. Raises StartError if a model cannot be served or a child cannot start."""
-        workers = self._workers(self._check_models(supervisor))
-        if supervisor.signals:
-            return 0
         with (
             self._database(folder) as database,
             self._gateway_tasks(folder, database.url) as tasks,
@@ -228,6 +228,11 @@ class System:
             facts = f"# data: {database.place}\n" if database.place else ""
             # for `pdserve report`
             (folder / CONFIG_FILE).write_text(render(self._settings) + facts)
+            self._write_state(folder)
+            workers = self._workers(self._check_models(supervisor, folder))
+            if supervisor.signals:
+                say("stopped")
+                return 0
             return self._serve(supervisor, folder, workers, tasks, database.place)
 
     def _serve(
@@ -238,7 +243,6 @@ class System:
         gateway_tasks: Mapping[str, Callable[[], Task]],
         data_place: str,
     ) -> int:
-        self._write_state(folder)
         cores, num_usable = machine_cores()
         shares = allot(cores, num_usable, len(workers), self._up.threads)
         for (name, _, _), share in zip(workers, shares, strict=True):
@@ -275,17 +279,18 @@ class System:
             say("stopped" if clean else "stopped, but some processes had to be killed")
         return 0 if clean else 1
 
-    def _check_models(self, supervisor: Supervisor) -> frozenset[str]:
+    def _check_models(self, supervisor: Supervisor, folder: Path) -> frozenset[str]:
         """Check the models in a child process, so that this process imports no torch; return those
-        that use prefill workers. Raises StartError, with the reason why one cannot be served."""
+        that use prefill workers; none after a signal. Raises StartError, with the reason why one
+        cannot be served."""
         configs = [self._settings.build(EngineConfig, model=model) for model in self._models]
-        task = Task(self._entries["model check"], (configs,))
+        logs = (self._gateway.log_level, self._gateway.log_format)
+        task = Task(self._entries["model check"], (configs, *logs), log_folder=str(folder))
         checked = supervisor.run("model check", lambda: task)
-        self._progress.close()
-        use_prefill = checked.get("use_prefill", ())  # nothing at a signal
-        return frozenset(
-            model for model, uses in zip(self._models, use_prefill, strict=False) if uses
-        )
+        if supervisor.signals:
+            return frozenset()
+        uses = zip(self._models, checked["use_prefill"], strict=True)
+        return frozenset(model for model, uses_prefill in uses if uses_prefill)
 
     def _workers(self, use_prefill: Collection[str]) -> list[tuple[str, str, str]]:
         """Return (name, role, model) of each worker. Decode workers come first, because the first
@@ -394,7 +399,8 @@ class System:
     def on_event(self, child: Child, event: str, figures: dict[str, Any]) -> None:
         """Report a child's event (loading, ready, died, restart) to the user."""
         if event == "loading":
-            self._progress.update(f"{child.name}: loading", float(figures.get("fraction", 0.0)))
+            activity = figures["what"] if child.once else f"{child.name}: loading"
+            self._progress.update(activity, float(figures.get("fraction", 0.0)))
         elif event == "ready":
             self.serving |= child.name in self._gateway_names()
             if "fraction" in child.figures:
@@ -469,21 +475,20 @@ def free_port() -> int:
 
 
 def check_free(flag: str, host: str, port: int) -> None:
-    """Raise OSError, which names the option to change, if this machine does not have the address
-    `host`, or if the port cannot be used, for example because it is in use; 0: any port."""
+    """Raise OSError, which names the option to change, if this machine cannot listen on the address
+    or the port, for example because the port is in use. Port 0 is any free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:
-            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        except (OSError, UnicodeError) as error:  # UnicodeError: no host name
+            reason = getattr(error, "strerror", error)
+            if port and getattr(error, "errno", 0) in (errno.EADDRINUSE, errno.EACCES):
                 raise OSError(
-                    f"--host {host}: this machine has no such address ({error.strerror})"
+                    f"port {port} of {host} cannot be used ({reason}); choose one with {flag}"
                 ) from None
-            raise OSError(
-                f"port {port} of {host} cannot be used ({error.strerror}); choose one with {flag}"
-            ) from None
+            raise OSError(f"cannot listen on {host} ({reason}); choose another --host") from None
 
 
 def say(text: str, level: int = logging.INFO) -> None:

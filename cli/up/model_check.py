@@ -1,26 +1,30 @@
 """The check of models that `pdserve up` makes before it starts any process that serves: it finds or
 downloads their files, and checks them against the options."""
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pdserve.engine import load
 from pdserve.engine.api import EngineConfig
-from pdserve.engine.load import prepare_model
-
-ENTRY = f"{__name__}:run"
+from pdserve.services.common.logs import configure_logging
 
 
-def run(configs: Sequence[EngineConfig], report: Callable[[str, dict[str, Any]], None]) -> int:
-    """Check the models, as the task of a child process, and report for each whether prefill workers
-    compute prompts of it. Raises CheckpointError and ConfigError."""
-    logging.disable(logging.WARNING)  # the workers log the same when they load the model
+def run(
+    configs: Sequence[EngineConfig],
+    log_level: str,
+    log_format: str,
+    report: Callable[[str, dict[str, Any]], None],
+) -> int:
+    """Check the models, as the task of a child process, and report for each whether it uses prefill
+    workers. Raises CheckpointError and ConfigError."""
+    configure_logging("model check", log_level, log_format=log_format)
+    load.log.disabled = True  # the workers log the same when they load the model
 
     def progress(activity: str, fraction: float) -> None:
         if fraction:  # a download, unlike the rest, takes long
             report("loading", {"what": activity, "fraction": fraction})
 
-    tasks = [prepare_model(config, progress).task for config in configs]
+    tasks = [load.prepare_model(config, progress).task for config in configs]
     # Decode workers compute embeddings and the scores of classification heads.
     report("checked", {"use_prefill": [task.pooling is None for task in tasks]})
     return 0

@@ -134,19 +134,21 @@ class Supervisor:
     def start(self, name: str, make: Callable[[], Task]) -> Child:
         """Start a child process, and restart it whenever it dies. Raises StartError if it cannot be
         started now."""
-        child = Child(name, make)
+        return self._start(Child(name, make))
+
+    def _start(self, child: Child) -> Child:
         try:
             self._launch(child)
         except OSError as error:
-            raise StartError(f"{name} could not start: {error}") from error
+            raise StartError(f"{child.name} could not start: {error}") from error
         self.children.append(child)
         return child
 
     def run(self, name: str, make: Callable[[], Task]) -> dict[str, Any]:
-        """Run a task in a child process to its end; return what it has reported. Returns early at a
-        signal. Raises StartError if the task fails; the message is that of its failure."""
-        child = self.start(name, make)
-        child.once = True
+        """Run a task in a child process to its end; return the figures that it has reported. At a
+        signal, return at once, with the figures so far. Raises StartError with the task's message
+        if it fails."""
+        child = self._start(Child(name, make, once=True))
         self.run_until(lambda: child.process is None)
         if child.process is None:
             self.children.remove(child)

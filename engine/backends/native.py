@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 
-from pdserve.engine.api import EngineConfig
+from pdserve.engine.api import ConfigError, EngineConfig
 from pdserve.engine.backends import Backend
 from pdserve.engine.execution import HOST_SHARE, free_host_bytes
 from pdserve.engine.kv import KvSpec
@@ -28,7 +28,10 @@ class NativeBackend(Backend):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._kernels = CpuKernels(config.threads, config.native_isa)
+        try:
+            self._kernels = CpuKernels(config.threads, config.native_isa)
+        except ValueError as error:
+            raise ConfigError(f"--native-isa: {error}") from None
         self.sampling = CpuSampling(self._kernels.context)
 
     @classmethod

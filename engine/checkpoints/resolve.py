@@ -172,8 +172,8 @@ def find(model: str) -> Path | HubModel:
     if os.path.exists(path):
         return _gguf_in(path) or path
     match = HUB_ID.fullmatch(model.removeprefix(_hub_prefix(model)))
-    is_id = match is not None and not match["repo"].endswith(".gguf")  # else a missing file
-    if match is None or not is_id or model.endswith("/") or path.is_absolute() or ".." in model:
+    is_file = match is not None and match[0] == model == match["repo"] and path.suffix == ".gguf"
+    if match is None or is_file or model.endswith("/") or path.is_absolute() or ".." in model:
         raise CheckpointError(
             f"no model {model!r}: neither an existing GGUF file or directory nor a Hugging Face id"
             " (org/name, org/name@revision, org/name:file.gguf or org/name:Q4_K_M)"
@@ -185,10 +185,14 @@ def find(model: str) -> Path | HubModel:
 
 
 def _gguf_in(folder: Path) -> Path | None:
-    """Return the GGUF model in a directory that has no other model; None if there is none."""
-    if not folder.is_dir() or (folder / "config.json").exists():
+    """Return the GGUF model in a directory without safetensors files; None if there is none."""
+    try:
+        names = os.listdir(folder)
+    except OSError:  # a file, or a directory that the checkpoint's reader reports
         return None
-    models = sorted(gguf_models(path.name for path in folder.glob("*.gguf")))
+    if any(name.endswith(".safetensors") for name in names):
+        return None
+    models = sorted(gguf_models(names))
     if len(models) > 1:
         raise CheckpointError(
             f"{folder} has {len(models)} GGUF models; name one of them: {', '.join(models[:20])}"

@@ -114,7 +114,7 @@ def check_no_pointer(path: Path, start: bytes) -> None:
     has not downloaded."""
     if start.startswith(LFS_POINTER):
         raise CheckpointError(
-            f"{path} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder"
+            f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder"
         )
 
 
@@ -122,8 +122,8 @@ class MappedFile:
     """A file mapped privately into memory. `map[a:b]` copies bytes; `array` does not."""
 
     def __init__(self, path: Path) -> None:
-        """Map the file. Raises CheckpointError if it cannot be opened, is empty or is a pointer of
-        Git LFS."""
+        """Map the file. Raises CheckpointError if it cannot be opened, is empty or is a Git LFS
+        pointer."""
         self.path = path
         try:
             with path.open("rb") as file:

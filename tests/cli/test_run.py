@@ -94,11 +94,13 @@ def test_a_model_that_cannot_be_loaded(
 def test_what_cannot_be_served_ends_in_one_sentence(
     run: Callable[..., "subprocess.Popen[str]"], subtests: pytest.Subtests, tmp_path: Path
 ) -> None:
-    """No process that serves is started before."""
+    """It is found before any process that serves is started."""
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
     for words, sentence in {
         ("--isq", "q9"): "--isq: quantization type 'q9' is not supported; supported: q4_0, ",
+        ("--native-isa", "sse9"): "--native-isa: this machine has no kernels for 'sse9'; it has ",
+        ("--step-tokens", "64"): "--step-tokens 64 is less than --max-running 64 + 128: a step ",
         ("no/such.gguf",): "no model 'no/such.gguf': neither an existing GGUF file or directory ",
         (str(tmp_path / "adapter"),): f"{tmp_path}/adapter is an adapter (LoRA), which pdserve ",
     }.items():

@@ -163,6 +163,16 @@ def test_a_task_that_runs_once(supervisor: Supervisor, events: Events) -> None:
     assert not [event for _, event, _ in events if event in ("died", "restart")]
 
 
+def test_a_signal_ends_a_task_that_runs_once(events: Events) -> None:
+    def on_event(child: Child, event: str, figures: dict[str, Any]) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # once it has reported its pid
+
+    with Supervisor(on_event) as supervisor:
+        pid = supervisor.run("slow", lambda: Task("fakes.service:slow", ()))["pid"]
+        assert supervisor.signals == [signal.SIGTERM]
+    assert not psutil.pid_exists(pid)
+
+
 def test_stages_end_in_order(supervisor: Supervisor, tmp_path: Path) -> None:
     log = tmp_path / "order"
     children = [start(supervisor, "logged", str(log), name) for name in "abc"]

@@ -11,7 +11,7 @@ from builders.tiny_models import write_tiny
 
 from pdserve.engine.api import Finished
 
-pytestmark = pytest.mark.kernels
+pytestmark = [pytest.mark.kernels, pytest.mark.timeout(300)]
 
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "max_tokens": 5},

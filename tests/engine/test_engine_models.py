@@ -178,7 +178,7 @@ def test_a_measured_chunk_and_a_default_pool(engine_of: Maker) -> None:
     half = engine_of(kv_dtype="bf16")
     assert half.kv_identity != engine.kv_identity
     assert half.numerics_id != engine.numerics_id
-    with pytest.raises(ValueError, match="step_tokens"):
+    with pytest.raises(ValueError, match="--step-tokens 40 is less than --max-running"):
         engine_of(step_tokens=40)
 
 

@@ -13,10 +13,10 @@ from simulation.scenario import TARGET, Ask, Fault, Scenario
 STEPS = ("held", "sending", "claimed", "transferring", "complete", "moved")
 # During a migration the source is the sender ("prefill") and the target the receiver ("decode").
 FAULTS = (
-    "SIGKILL decode", "reset prefill-decode", "bit flip", "router restart", "client closes",
+    "SIGKILL prefill", "SIGKILL decode", "reset prefill-decode", "bit flip", "router restart",
 )  # fmt: skip
-MORE_FAULTS = (
-    "SIGKILL prefill", "SIGTERM decode", "delay router-decode", "no blocks at decode",
+MORE_FAULTS = (  # most lose the same as those above, by other means
+    "client closes", "SIGTERM decode", "delay router-decode", "no blocks at decode",
     "SIGSTOP prefill", "SIGSTOP decode", "half-open prefill-decode", "reset router-decode",
     "one-way partition router-decode", "truncation", "late message",
 )  # fmt: skip

@@ -61,7 +61,8 @@ def test_reranking(subtests: pytest.Subtests, tmp_path: Path) -> None:
             logits = model(**{name: torch.tensor([ids]) for name, ids in inputs.items()}).logits
         want.append(float(torch.sigmoid(logits)))
     order = sorted(range(len(documents)), key=lambda n: -want[n])
-    with Fleet("--model", str(path), *OPTIONS) as fleet:
+    with Fleet("--model", str(path), "--decode", "1") as fleet:
+        assert fleet.pids("prefill") == []
         body = {"model": "scorer", "query": query, "documents": documents}
         with subtests.test("order and scores"):
             answer = httpx.post(f"{fleet.url}/rerank", json=body, timeout=60).raise_for_status()
