@@ -143,7 +143,7 @@ class ForkServer:
         """Have the fork server fork a child that runs the task. The first call waits until the
         server has imported its modules. Raises OSError if the server has died, does not respond or
         cannot fork."""
-        server, server_pid = self._start()
+        server, server_pid = self.start()
         status, status_writer = os.pipe()
         try:
             server.send((name, task))
@@ -175,7 +175,7 @@ class ForkServer:
             self._pipe.close()
         self._pipe = self._process = None
 
-    def _start(self) -> tuple[Connection, int]:
+    def start(self) -> tuple[Connection, int]:
         """Start the fork server process unless it runs; return the pipe to it and its pid."""
         if self._process is None or self._pipe is None or not self._process.is_alive():
             self.kill()

@@ -1,7 +1,8 @@
 """`pdserve up`: a complete system on one machine, in which every process is a child of this one.
 
-All processes start together: the router's address is chosen before that, and stays the same if the
-router restarts. When `run` returns, all processes have ended.
+The models are checked first. Then all processes start together: the router's address is chosen
+before that, and stays the same if the router restarts. When `run` returns, all processes have
+ended.
 """
 
 import errno
@@ -52,8 +53,7 @@ ENTRIES = {
     "model check": "pdserve.cli.up.model_check:run",
 }
 # These share most imports. The gateway shares few; it imports its modules in parallel.
-FORKED = ("router", "prefill", "decode", "model check")
-PRELOAD = tuple(ENTRIES[role].partition(":")[0] for role in FORKED)
+PRELOAD = tuple(ENTRIES[role].partition(":")[0] for role in ("router", "prefill", "decode"))
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 GATEWAY, ROUTER = "gateway", "router"
 FIRST_PORT = 10_000  # lowest port that `free_port` chooses

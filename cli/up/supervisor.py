@@ -109,6 +109,8 @@ class Supervisor:
             end.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         self._old = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        if self._fork_server.modules:
+            self._fork_server.start()  # it imports meanwhile
         return self
 
     def __exit__(self, *exc: object) -> None:

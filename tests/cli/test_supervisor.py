@@ -364,7 +364,7 @@ def test_preloaded_modules_start_no_thread_and_import_no_torch() -> None:
         "import importlib, os, sys\n"
         "from pdserve.cli.up.command import PRELOAD\n"
         "for name in PRELOAD: importlib.import_module(name)\n"
-        "assert len(PRELOAD) == 4\n"
+        "assert len(PRELOAD) == 3\n"
         "assert 'numpy' in sys.modules\n"
         "assert 'torch' not in sys.modules\n"
         "assert len(os.listdir('/proc/self/task')) == 1\n"

@@ -11,7 +11,6 @@ from functools import partial
 from random import Random
 from typing import Any
 
-import pytest
 from builders.engine_kit import ask, assert_at_rest, fake_engine
 from fakes.decoder import reference
 from fakes.memory_link import Frame, MemoryLink
@@ -350,7 +349,6 @@ def drive(machine: EndpointsMachine, random: Random, steps: int) -> None:
     machine.teardown()
 
 
-@pytest.mark.extended
 def test_long_runs_reach_every_interesting_state() -> None:
     HITS.clear()
     for seed in range(20):

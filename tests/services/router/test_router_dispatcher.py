@@ -2,7 +2,6 @@
 
 from random import Random
 
-import pytest
 from fakes.recorder import HITS
 from hypothesis import settings
 from systems.dispatcher_machine import DispatcherMachine
@@ -81,7 +80,6 @@ def drive(machine: DispatcherMachine, random: Random, steps: int) -> None:
     machine.teardown()
 
 
-@pytest.mark.extended
 def test_long_runs_reach_every_interesting_state() -> None:
     HITS.clear()
     for seed in range(150):
