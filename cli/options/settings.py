@@ -16,7 +16,9 @@ class UpSettings:
     """Settings of `pdserve up`: the processes to start, and how."""
 
     model: tuple[str, ...] = option(
-        (), "GGUF file, model directory or Hugging Face id to serve; none: the bundled SmolLM2"
+        (),
+        "GGUF file, model directory or Hugging Face id to serve, or NAME= and one of them, with the "
+        "name that clients use; none: the bundled SmolLM2",
     )
     prefill: int = option(
         1,

@@ -66,7 +66,8 @@ def child_main(name: str, task: Task, parent: int, pipe: Connection) -> NoReturn
     report = reporter(pipe)
     try:
         if task.log_folder:
-            keep_log(Path(task.log_folder, f"{name}{LOG_SUFFIX}"))
+            file = f"{name.replace('/', '-')}{LOG_SUFFIX}"
+            keep_log(Path(task.log_folder, file))
         if task.share:
             take(task.share)
         code = resolve_name(task.entry)(*task.args, report=report)

@@ -13,13 +13,13 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from shutil import which
-from typing import Any
+from typing import Any, NamedTuple
 
 from pdserve.cli.options import OptionError, Settings, UpSettings, render
 from pdserve.cli.progress import Lines, ProgressView, progress_below_log
@@ -98,6 +98,37 @@ class Database:
     place: str = ""
 
 
+class ModelOption(NamedTuple):
+    """A value of --model: MODEL or NAME=MODEL."""
+
+    name: str  # by which clients request the model; empty: derived from its location
+    location: str  # path or Hugging Face id; empty: the bundled model
+
+    @classmethod
+    def parse(cls, text: str) -> "ModelOption":
+        name, separator, location = text.partition("=")
+        if not separator or os.path.exists(text):
+            return cls("", text)
+        if not name or not location:
+            raise OptionError(f"--model {text}: expected NAME=MODEL")
+        return cls(name, location)
+
+
+class ServedModel(NamedTuple):
+    """A model that can be served."""
+
+    option: ModelOption
+    uses_prefill: bool  # its prompts can be computed by prefill workers
+
+
+class WorkerToStart(NamedTuple):
+    """A worker process to start. Its name includes that of its model if there are several."""
+
+    name: str
+    role: str
+    model: ModelOption
+
+
 class System:
     """The processes that `pdserve up` runs. Reports their state to the user on standard error."""
 
@@ -114,7 +145,7 @@ class System:
         self._entries = entries
         self._up = settings.build(UpSettings)
         self._gateway = settings.build(GatewaySettings)
-        self._models = self._up.model or ("",)
+        self._models = [ModelOption.parse(text) for text in self._up.model or ("",)]
         self._check()
         self._needs_key = self._check_keys()
         self._trust = self._make_trust()
@@ -140,11 +171,11 @@ class System:
             )
         if len(self._models) > 1 and values["served_name"].value:
             raise OptionError(
-                "--served-name contradicts several --model: it is the name of one model"
+                "--served-name contradicts several --model: name them by --model NAME=MODEL"
             )
         if len(set(self._models)) < len(self._models):
             raise OptionError("--model lists the same model twice")
-        if "" in self._models and default_model() is None:
+        if not self._models[0].location and default_model() is None:
             raise OptionError(NO_DEFAULT_MODEL)
         try:
             endpoint(self._gateway)
@@ -229,24 +260,25 @@ class System:
             # for `pdserve report`
             (folder / CONFIG_FILE).write_text(render(self._settings) + facts)
             self._write_state(folder)
-            workers = self._workers(self._check_models(supervisor, folder))
+            models = self._check_models(supervisor, folder)
             if supervisor.signals:
                 say("stopped")
                 return 0
+            workers = self._workers(models)
             return self._serve(supervisor, folder, workers, tasks, database.place)
 
     def _serve(
         self,
         supervisor: Supervisor,
         folder: Path,
-        workers: Sequence[tuple[str, str, str]],
+        workers: Sequence[WorkerToStart],
         gateway_tasks: Mapping[str, Callable[[], Task]],
         data_place: str,
     ) -> int:
         cores, num_usable = machine_cores()
         shares = allot(cores, num_usable, len(workers), self._up.threads)
-        for (name, _, _), share in zip(workers, shares, strict=True):
-            say(f"{name}: {share}")
+        for worker, share in zip(workers, shares, strict=True):
+            say(f"{worker.name}: {share}")
         say(f"gateway and router: cores shared by all ({len(cores)})")
 
         gateways = [supervisor.start(name, make) for name, make in gateway_tasks.items()]
@@ -254,9 +286,9 @@ class System:
         children: dict[str, list[Child]] = {"decode": [], "prefill": []}
         try:
             routers.append(supervisor.start(ROUTER, lambda: self._router_task(folder)))
-            for (name, role, model), share in zip(workers, shares, strict=True):
-                make = self._worker_task(role, model, share, folder, len(workers))
-                children[role].append(supervisor.start(name, make))
+            for worker, share in zip(workers, shares, strict=True):
+                make = self._worker_task(worker, share, folder, len(workers))
+                children[worker.role].append(supervisor.start(worker.name, make))
             supervisor.run_until(lambda: all(child.ready for child in supervisor.children))
             self._progress.close()
             if not supervisor.signals:
@@ -279,35 +311,44 @@ class System:
             say("stopped" if clean else "stopped, but some processes had to be killed")
         return 0 if clean else 1
 
-    def _check_models(self, supervisor: Supervisor, folder: Path) -> frozenset[str]:
-        """Check the models in a child process, so that this process imports no torch; return those
-        that use prefill workers; none after a signal. Raises StartError, with the reason why one
+    def _check_models(self, supervisor: Supervisor, folder: Path) -> Mapping[str, ServedModel]:
+        """Check the models in a child process, so that this process imports no torch; return them
+        by their served names; none after a signal. Raises StartError, with the reason why a model
         cannot be served."""
-        configs = [self._settings.build(EngineConfig, model=model) for model in self._models]
+        configs = [self._engine_config(model) for model in self._models]
         logs = (self._gateway.log_level, self._gateway.log_format)
         task = Task(self._entries["model check"], (configs, *logs), log_folder=str(folder))
         checked = supervisor.run("model check", lambda: task)
+        served: dict[str, ServedModel] = {}
         if supervisor.signals:
-            return frozenset()
-        uses = zip(self._models, checked["use_prefill"], strict=True)
-        return frozenset(model for model, uses_prefill in uses if uses_prefill)
+            return served
+        for option, facts in zip(self._models, checked["models"], strict=True):
+            name = facts["name"]
+            if name in served:
+                raise StartError(
+                    f"{served[name].option.location} and {option.location} would both be served as "
+                    f"{name}: name one of them by --model NAME={option.location}"
+                )
+            served[name] = ServedModel(option, facts["uses_prefill"])
+        return served
 
-    def _workers(self, use_prefill: Collection[str]) -> list[tuple[str, str, str]]:
-        """Return (name, role, model) of each worker. Decode workers come first, because the first
-        workers get the cores that cannot be divided evenly. A model that is not in `use_prefill`
-        has prefill workers only if the user has set their number."""
+    def _engine_config(self, model: ModelOption, **fixed: Any) -> EngineConfig:
+        name = {"served_name": model.name} if model.name else {}
+        return self._settings.build(EngineConfig, model=model.location, **name, **fixed)
+
+    def _workers(self, models: Mapping[str, ServedModel]) -> list[WorkerToStart]:
+        """Return the workers to start. Decode workers come first, because the first workers get the
+        cores that cannot be divided evenly. A model that uses no prefill workers has them only if
+        the user has set their number."""
         counts = {"decode": self._up.decode, "prefill": self._up.prefill}
         is_set = self._settings.values["prefill"].given
-        has_several_models = len(self._models) > 1
         return [
-            (
-                f"{role} {number}" + (f" of {model or 'SmolLM2'}" if has_several_models else ""),
-                role,
-                model,
+            WorkerToStart(
+                f"{role} {number}" + (f" of {name}" if len(models) > 1 else ""), role, model.option
             )
             for role, count in counts.items()
-            for model in self._models
-            if role == "decode" or is_set or model in use_prefill
+            for name, model in models.items()
+            if role == "decode" or is_set or model.uses_prefill
             for number in range(count)
         ]
 
@@ -378,8 +419,9 @@ class System:
             yield {name: partial(workers.task, index) for index, name in enumerate(names)}
 
     def _worker_task(
-        self, role: str, model: str, share: Share, folder: Path, num_workers: int
+        self, worker: WorkerToStart, share: Share, folder: Path, num_workers: int
     ) -> Callable[[], Task]:
+        role = worker.role
         cls: type[WorkerSettings] = PrefillSettings if role == "prefill" else DecodeSettings
 
         def make() -> Task:
@@ -391,7 +433,7 @@ class System:
                 shm_dir=str(folder),
                 trace_dir=self._trace_dir(folder),
             )
-            engine = self._settings.build(EngineConfig, model=model, host_engines=num_workers)
+            engine = self._engine_config(worker.model, host_engines=num_workers)
             return Task(self._entries[role], (worker_settings, engine), share, str(folder))
 
         return make
@@ -417,7 +459,7 @@ class System:
 
     def _write_state(self, folder: Path, url: str = "", models: Any = None) -> None:
         """Write what runs for `pdserve ps`. Until the system is ready, it has no URL."""
-        names = models or [model or "SmolLM2" for model in self._models]
+        names = models or [model.name or model.location or "SmolLM2" for model in self._models]
         state = {"pid": os.getpid(), "started": self._started, "url": url, "models": names}
         target = folder / STATE_FILE
         new = target.with_suffix(".new")

@@ -15,8 +15,8 @@ def run(
     log_format: str,
     report: Callable[[str, dict[str, Any]], None],
 ) -> int:
-    """Check the models, as the task of a child process, and report for each whether it uses prefill
-    workers. Raises CheckpointError and ConfigError."""
+    """Check the models, as the task of a child process, and report for each its served name and
+    whether it uses prefill workers. Raises CheckpointError and ConfigError."""
     configure_logging("model check", log_level, log_format=log_format)
     load.log.disabled = True  # the workers log the same when they load the model
 
@@ -24,7 +24,11 @@ def run(
         if fraction:  # a download, unlike the rest, takes long
             report("loading", {"what": activity, "fraction": fraction})
 
-    tasks = [load.prepare_model(config, progress).task for config in configs]
+    prepared = [load.prepare_model(config, progress) for config in configs]
     # Decode workers compute embeddings and the scores of classification heads.
-    report("checked", {"use_prefill": [task.pooling is None for task in tasks]})
+    models = [
+        {"name": model.served_name, "uses_prefill": model.task.pooling is None}
+        for model in prepared
+    ]
+    report("checked", {"models": models})
     return 0

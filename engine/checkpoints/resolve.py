@@ -27,6 +27,10 @@ HUB_ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
     r"(@(?P<revision>[\w./-]+))?(:((?P<file>[\w./ -]+\.gguf)|(?P<quant>[\w-]+)))?"
 )
+# A snapshot of a repository in the cache of the hub, or a file in it.
+HUB_CACHE = re.compile(
+    r"/models--(?P<org>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/[0-9a-f]{40}(/[^/]+\.gguf)?$"
+)
 HUB_PREFIX = re.compile(r"hf://|https://(hf|huggingface)\.co/|(hf|huggingface)\.co/(?=[^/]+/)")
 
 
@@ -207,8 +211,11 @@ def _hub_prefix(model: str) -> str:
 
 def served_name(path: Path) -> str:
     """Return the name by which a local model is served: that of its directory, or of its GGUF file
-    without the suffixes of quantization and part."""
-    path = path.resolve()
+    without the suffixes of quantization and part; in the hub's cache, that of the repository. Names
+    of symbolic links count, not those of their targets."""
+    path = Path(os.path.abspath(path))
+    if match := HUB_CACHE.search(str(path)):
+        return f"{match['org']}/{match['name']}"
     if path.is_dir():
         return path.name
     stem = PART_SUFFIX.sub("", path.stem)

@@ -154,7 +154,8 @@ def test_an_unexpected_failure_is_named(supervisor: Supervisor) -> None:
 def test_a_task_that_runs_once(supervisor: Supervisor, events: Events) -> None:
     configs = [EngineConfig(model="encoder"), EngineConfig(model="other")]
     task = Task("fakes.service:model_check", (configs,))
-    assert supervisor.run("check", lambda: task) == {"use_prefill": [False, True]}
+    (first, second) = supervisor.run("check", lambda: task)["models"]
+    assert (first["uses_prefill"], second["uses_prefill"]) == (False, True)
     assert supervisor.children == []
     with pytest.raises(StartError, match=r"^no such model: nowhere\.gguf$"):
         supervisor.run("broken", lambda: Task("fakes.service:broken", ()))

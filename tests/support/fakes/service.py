@@ -69,7 +69,14 @@ def logged(path: str, name: str, report: Report) -> int:
 
 def model_check(configs: Sequence[EngineConfig], *logs: str, report: Report) -> int:
     """Accept every model. One with "encoder" in its name uses no prefill worker."""
-    report("checked", {"use_prefill": ["encoder" not in config.model for config in configs]})
+    models = [
+        {
+            "name": config.served_name or Path(config.model).name,
+            "uses_prefill": "encoder" not in config.model,
+        }
+        for config in configs
+    ]
+    report("checked", {"models": models})
     return 0
 
 
