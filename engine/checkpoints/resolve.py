@@ -156,25 +156,26 @@ def resolve(model: str, progress: Callable[[str, float], None]) -> Resolved:
     Hugging Face id; empty means the shipped model. An id is org/name, org/name@revision, and either
     with :file.gguf or with the tag of a quantization (:Q4_K_M); it may begin with hf.co/. An id
     with "GGUF" in its name selects a GGUF file without a tag, too. An existing path takes
-    precedence over an id. Raises CheckpointError, which names the accepted forms.
+    precedence over an id. A directory of one GGUF model, without safetensors files, is that model.
+    Raises CheckpointError, which names the accepted forms.
     """
     location = find(model)
     if isinstance(location, HubModel):
         return Resolved(download(location, progress), location.repo)
-    return Resolved(location, served_name(location))
+    path = _gguf_in(location) or location
+    return Resolved(path, served_name(path))
 
 
 def find(model: str) -> Path | HubModel:
     """Return the path of a model on this machine, or the hub model that `model` names, without
-    downloading it. Raises CheckpointError if `model` is neither, and for a directory of several
-    GGUF models."""
+    downloading it. Raises CheckpointError if `model` is neither."""
     if not model:
         if shipped := default_model():
             return shipped
         raise CheckpointError(NO_DEFAULT_MODEL)
     path = Path(os.path.expanduser(model))  # os.path functions never raise here, unlike pathlib
     if os.path.exists(path):
-        return _gguf_in(path) or path
+        return path
     match = HUB_ID.fullmatch(model.removeprefix(_hub_prefix(model)))
     is_file = match is not None and match[0] == model == match["repo"] and path.suffix == ".gguf"
     if match is None or is_file or model.endswith("/") or path.is_absolute() or ".." in model:

@@ -53,15 +53,15 @@ SUBJECTS = {
     "Disaggregation and hand-off": (
         *("prefill", "decode", "remote_prefill", "remote_prefill_threshold"),
         *("kv_transport", "shm_dir", "encrypt_kv", "data_bind", "data_advertise"),
-        *("allow_mixed_weights", "allow_mixed_numerics", "exact_only"),
+        *("allow_mixed_weights", "allow_mixed_numerics", "exact_only", "second_pool"),
     ),
     "Network and TLS for clients": (
         *("host", "port", "tls_cert", "tls_key", "unix_socket", "grpc_port", "root_path"),
         *("allow_origin", "gateway_workers", "workers", "client_bind", "router_port"),
     ),
     "Network and TLS between processes": (
-        *("bind", "advertise", "routers", "join_routers", "cluster_ca", "cluster_cert"),
-        *("cluster_key", "cluster_secret", "trust_network"),
+        *("bind", "advertise", "routers", "join_routers", "cluster_ca"),
+        *("cluster_cert", "cluster_key", "cluster_secret", "trust_network"),
     ),
     "API keys and rates": (
         *("api_key", "api_key_file", "admin_api_key", "requests_per_minute"),

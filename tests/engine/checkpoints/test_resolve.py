@@ -78,13 +78,13 @@ def test_a_folder_of_one_gguf_model_is_that_model(tmp_path: Path) -> None:
     parts = [tmp_path / f"tiny-Q8_0-0000{n}-of-00002.gguf" for n in (1, 2)]
     for path in (*parts, tmp_path / "mmproj-tiny.gguf", tmp_path / "config.json"):
         path.touch()
-    assert find(str(tmp_path)) == parts[0]
+    assert resolve(str(tmp_path), quiet).path == parts[0]
     assert resolve(str(tmp_path), quiet).name == "tiny"
     (tmp_path / "other.gguf").touch()
     with pytest.raises(CheckpointError, match=r"has 2 GGUF models; name one of them: other\.gguf,"):
-        find(str(tmp_path))
+        resolve(str(tmp_path), quiet)
     (tmp_path / "model.safetensors").touch()
-    assert find(str(tmp_path)) == tmp_path
+    assert resolve(str(tmp_path), quiet).path == tmp_path
 
 
 def test_an_argument_that_is_neither_path_nor_id_is_refused(subtests: pytest.Subtests) -> None:
