@@ -23,13 +23,17 @@ MAPPINGS_TEST = "tests/engine/checkpoints/test_gguf_checkpoint.py"
 ROWS, COLS = 64, 1024
 # Architectures whose GGUF files have the name of another one.
 SHARED_GGUF = {
+    "BertForSequenceClassification": "bert",
     "InternLM3ForCausalLM": "llama",
     "MinistralForCausalLM": "llama",
     "Mistral3ForConditionalGeneration": "mistral3",
     "MistralForCausalLM": "llama",
     "MixtralForCausalLM": "llama",
+    "ModernBertForSequenceClassification": "modern-bert",
     "Olmo3ForCausalLM": "olmo2",
     "Qwen2_5_VLForConditionalGeneration": "qwen2vl",
+    "XLMRobertaForSequenceClassification": "bert",
+    "XLMRobertaModel": "bert",
 }
 HEAD = """\
 # Models and weight formats
@@ -49,7 +53,23 @@ BERT, RoBERTa and ModernBERT are encoders, which make embeddings and generate no
 attention sees a whole text, so that one step computes all of it and no keys and values are kept.
 Their vectors differ from those of transformers by at most 1e-4, on the reference kernels and on the
 native kernels. On the native kernels they are bitwise equal alone and in a batch
-(tests/engine/test_encoders.py). They run on a CPU, from safetensors.
+(tests/engine/test_encoders.py). They run on a CPU.
+
+A GGUF file of an encoder gives the vectors, scores and token ids of its safetensors
+(tests/engine/checkpoints/test_gguf_encoders.py). What a file does not say:
+
+- A file of RoBERTa or XLM-RoBERTa loads as BERT. It lacks the position of padding, so a text that
+  contains `<pad>` gets another vector than from safetensors.
+- Whether BERT's text is lowercased: it is, unless the vocabulary has capital letters. llama.cpp
+  lowercases all text.
+- The activation of a head's result: it is the sigmoid.
+- The dense layer in the head of a BERT cross-encoder (ms-marco-MiniLM): llama.cpp's converter
+  leaves it out, and such a file is refused. The files of rerankers of XLM-RoBERTa
+  (bge-reranker-v2-m3) and ModernBERT have it.
+
+A file that was made from BERT with another tokenizer than WordPiece (multilingual-e5-small) is
+refused, as its vocabulary cannot be restored. A file of DistilBERT loads as BERT without token
+types, but not with a head.
 
 A model with a classification head of one label (`ForSequenceClassification`), encoder or decoder,
 scores pairs of texts for `/rerank` and `/score`. The tokenizer frames a pair. If it puts nothing
