@@ -56,20 +56,18 @@ native kernels. On the native kernels they are bitwise equal alone and in a batc
 (tests/engine/test_encoders.py). They run on a CPU.
 
 A GGUF file of an encoder gives the vectors, scores and token ids of its safetensors
-(tests/engine/checkpoints/test_gguf_encoders.py). What a file does not say:
+(tests/engine/checkpoints/test_gguf_encoders.py), as far as the format can state them:
 
 - A file of RoBERTa or XLM-RoBERTa loads as BERT. It lacks the position of padding, so a text that
-  contains `<pad>` gets another vector than from safetensors.
-- Whether BERT's text is lowercased: it is, unless the vocabulary has capital letters. llama.cpp
-  lowercases all text.
-- The activation of a head's result: it is the sigmoid.
-- The dense layer in the head of a BERT cross-encoder (ms-marco-MiniLM): llama.cpp's converter
-  leaves it out, and such a file is refused. The files of rerankers of XLM-RoBERTa
-  (bge-reranker-v2-m3) and ModernBERT have it.
-
-A file that was made from BERT with another tokenizer than WordPiece (multilingual-e5-small) is
-refused, as its vocabulary cannot be restored. A file of DistilBERT loads as BERT without token
-types, but not with a head.
+  contains `<pad>` gets another vector.
+- Most files of BERT do not say whether text is lowercased: it is, unless the vocabulary has capital
+  letters.
+- No file has the activation of a score: it is the sigmoid.
+- llama.cpp's converter leaves the dense layer out of the head of a BERT cross-encoder
+  (ms-marco-MiniLM). Such a file is refused. The files of XLM-RoBERTa (bge-reranker-v2-m3) and
+  ModernBERT have that layer.
+- A file of a BERT whose tokenizer is not WordPiece is refused: it lacks the scores of the pieces.
+- A file of DistilBERT loads as BERT without token types, but is refused if it has a head.
 
 A model with a classification head of one label (`ForSequenceClassification`), encoder or decoder,
 scores pairs of texts for `/rerank` and `/score`. The tokenizer frames a pair. If it puts nothing

@@ -194,6 +194,7 @@ KEYS = {
     "expert_weights_norm": "norm_topk_prob",
     "leading_dense_block_count": "first_k_dense_replace",
 }
+# Entries of config.json that are the number of rows of a tensor, 0 if the file lacks it.
 ROWS = {"type_vocab_size": "token_types.weight", "num_labels": "cls.output.weight"}
 SCORES = {1: "softmax", 2: "sigmoid"}  # values of expert_gating_func
 

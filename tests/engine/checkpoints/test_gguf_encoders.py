@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, normalizers
 
 from pdserve.engine.api import EngineConfig, Pooled
+from pdserve.engine.architectures import parse_config
 from pdserve.engine.build import build_engine
 from pdserve.engine.checkpoints import CardData, CheckpointError
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
@@ -78,22 +79,50 @@ def test_vectors_equal_those_of_safetensors(subtests: pytest.Subtests, tmp_path:
 
 
 def test_scores_equal_those_of_safetensors(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    cases: list[tuple[str, dict[str, Any]]] = [(arch, {}) for arch in ENCODERS]
-    cases.append(("modernbert", {"classifier_pooling": "mean"}))
-    for n, (arch, settings) in enumerate(cases):
+    mean = {"classifier_pooling": "mean"}  # what early files of ModernBERT have, and do not say
+    cases: tuple[tuple[str, dict[str, Any], tuple[bool, ...]], ...] = (
+        ("bert", {}, (False, True)),
+        ("xlm_roberta", {}, (False, True)),
+        ("modernbert", {}, (False,)),
+        ("modernbert", mean, (False, True)),
+    )
+    for n, (arch, settings, ages) in enumerate(cases):
         folder = write_scorer(tmp_path / str(n), arch, **settings)
         library = encoder_tokenizer(arch)
         library.no_padding()
         prompts = [library.encode(*pair).ids for pair in PAIRS]
         _, want = vectors(folder, prompts)
         assert not close([want[0]], [want[1]], 1e-3)
-        for early in (False, settings == {"classifier_pooling": "mean"} or arch != "modernbert"):
+        for early in ages:
             with subtests.test(arch, early=early, **settings):
                 file = tmp_path / f"{n}-{early}.gguf"
                 write_encoder_gguf(folder, file, early=early, left_out=())
                 card, got = vectors(file, prompts)
                 assert card.scores_pairs
                 assert close(got, want)
+
+
+def test_layers_of_modernbert(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "hf", "modernbert")
+    whole = parse_config(open_checkpoint(folder).hf_config)
+    window, base = "modern-bert.attention.sliding_window", "modern-bert.rope.freq_base"
+    full, local = whole.layers[:2]
+    for metadata, layers in (
+        ({}, (full, local, local)),
+        ({f"{window}_pattern": None}, (full, local, local)),
+        ({f"{window}_pattern": [True, False, True]}, (local, full, local)),
+        ({f"{window}_pattern": 2}, (full, local, full)),
+        ({window: None, f"{window}_pattern": None}, (full,) * 3),
+        ({f"{base}_swa": None}, (full, local, local)),  # 10,000, as in the folder
+        ({base: None}, (replace(full, rope=local.rope), local, local)),
+    ):
+        with subtests.test(**metadata):
+            file = write_encoder_gguf(folder, tmp_path / "m.gguf", **metadata)
+            got = parse_config(open_checkpoint(file).hf_config)
+            assert got.layers == layers
+            assert got.activation == whole.activation
+    silu = write_encoder_gguf(folder, tmp_path / "s.gguf", **{"modern-bert.hidden_act": "silu"})
+    assert parse_config(open_checkpoint(silu).hf_config).activation == "silu"
 
 
 def test_an_encoder_without_token_types(tmp_path: Path) -> None:

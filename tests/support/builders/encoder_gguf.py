@@ -23,12 +23,12 @@ MODES = {  # of sentence-transformers
     "pooling_mode_cls_token": PoolingType.CLS,
     "pooling_mode_lasttoken": PoolingType.LAST,
 }
-SPECIAL = {  # of the tiny tokenizers: key -> texts
+SPECIAL = {  # of the tiny tokenizers: GGUF's name -> texts
     "bos": ("<s>", "[CLS]"),
     "eos": ("</s>", "[SEP]"),
-    "unk": ("<unk>", "[UNK]"),
-    "sep": ("</s>", "[SEP]"),
-    "pad": ("<pad>", "[PAD]"),
+    "unknown": ("<unk>", "[UNK]"),
+    "seperator": ("</s>", "[SEP]"),
+    "padding": ("<pad>", "[PAD]"),
 }
 
 
@@ -145,19 +145,16 @@ def _tokenizer(source: Path, config: dict[str, Any], early: bool) -> dict[str, A
     special = {token["content"]: token["id"] for token in document["added_tokens"]}
     model = document["model"]
     is_unigram = model["type"] == "Unigram"
-    texts = dict(enumerate(text for text, _ in model["vocab"])) if is_unigram else {}
-    texts |= {} if is_unigram else {index: text for text, index in model["vocab"].items()}
+    if is_unigram:
+        texts = dict(enumerate(text for text, _ in model["vocab"]))
+    else:
+        texts = {index: text for text, index in model["vocab"].items()}
     texts |= {index: text for text, index in special.items()}
     size = config["vocab_size"]
     tokens = [texts.get(i, f"[PAD{i}]") for i in range(size)]
-    types = [
-        TokenType.CONTROL
-        if text in special
-        else TokenType.NORMAL
-        if i in texts
-        else TokenType.UNUSED
-        for i, text in enumerate(tokens)
-    ]
+    types = [TokenType.NORMAL if i in texts else TokenType.UNUSED for i in range(size)]
+    for index in special.values():
+        types[index] = TokenType.CONTROL
     keys: dict[str, Any] = {}
     if model["type"] == "WordPiece":
         tokens = [_phantom(text, kind, early) for text, kind in zip(tokens, types, strict=True)]
@@ -179,11 +176,10 @@ def _tokenizer(source: Path, config: dict[str, Any], early: bool) -> dict[str, A
         keys["tokenizer.ggml.merges"] = [f"{text[:1]} {text[1:]}" for text in special]
     keys["tokenizer.ggml.tokens"] = tokens
     keys["tokenizer.ggml.token_type"] = [int(kind) for kind in types]
-    for key, choices in SPECIAL.items():
+    for name, choices in SPECIAL.items():
         for text in choices:
             if text in special:
-                key = {"unk": "unknown", "sep": "seperator", "pad": "padding"}.get(key, key)
-                keys[f"tokenizer.ggml.{key}_token_id"] = special[text]
+                keys[f"tokenizer.ggml.{name}_token_id"] = special[text]
     return keys
 
 
