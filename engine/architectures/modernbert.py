@@ -139,10 +139,13 @@ def gguf_config(metadata: Metadata) -> dict[str, Any]:
     arch = metadata["general.architecture"]
     window = window_config(metadata)
     pooling = metadata.get(f"{arch}.classifier.pooling_type", 1)
+    # A file of a config without layer_norm_eps has the epsilon under the name of RMS norms alone.
+    epsilons = [f"{arch}.attention.layer_norm_{name}" for name in ("epsilon", "rms_epsilon")]
+    epsilon = next((key for key in epsilons if key in metadata), epsilons[0])
     config: dict[str, Any] = {
         **encoder_config(metadata),
-        "norm_eps": one_number(metadata, f"{arch}.attention.layer_norm_epsilon"),
-        "hidden_activation": metadata.get(f"{arch}.hidden_act", "gelu"),
+        "norm_eps": one_number(metadata, epsilon),
+        "hidden_activation": metadata.get(f"{arch}.hidden_activation", "gelu"),
         "local_rope_theta": metadata.get(f"{arch}.rope.freq_base_swa"),
         "global_rope_theta": metadata.get(f"{arch}.rope.freq_base", 10_000.0),
         "local_attention": window.get("sliding_window"),

@@ -115,13 +115,15 @@ def test_layers_of_modernbert(subtests: pytest.Subtests, tmp_path: Path) -> None
         ({window: None, f"{window}_pattern": None}, (full,) * 3),
         ({f"{base}_swa": None}, (full, local, local)),  # 10,000, as in the folder
         ({base: None}, (replace(full, rope=local.rope), local, local)),
+        ({"modern-bert.attention.layer_norm_epsilon": None}, whole.layers),
     ):
         with subtests.test(**metadata):
             file = write_encoder_gguf(folder, tmp_path / "m.gguf", **metadata)
             got = parse_config(open_checkpoint(file).hf_config)
             assert got.layers == layers
             assert got.activation == whole.activation
-    silu = write_encoder_gguf(folder, tmp_path / "s.gguf", **{"modern-bert.hidden_act": "silu"})
+            assert got.norm_eps == pytest.approx(whole.norm_eps)
+    silu = write_encoder_gguf(folder, tmp_path / "s.gguf", **{"modern-bert.hidden_activation": "silu"})
     assert parse_config(open_checkpoint(silu).hf_config).activation == "silu"
 
 

@@ -111,7 +111,7 @@ def _config(config: dict[str, Any], source: Path, early: bool) -> dict[str, Any]
             "{arch}.attention.sliding_window": config["local_attention"],
             "{arch}.attention.sliding_window_pattern": 3,
             "{arch}.vocab_size": config["vocab_size"],
-            "{arch}.hidden_act": config["hidden_activation"],
+            "{arch}.hidden_activation": config["hidden_activation"],
         }
         pooling = config["classifier_pooling"]
         keys["{arch}.classifier.pooling_type"] = None if early else int(POOLING[pooling])
