@@ -123,8 +123,9 @@ def test_layers_of_modernbert(subtests: pytest.Subtests, tmp_path: Path) -> None
             assert got.layers == layers
             assert got.activation == whole.activation
             assert got.norm_eps == pytest.approx(whole.norm_eps)
-    silu = write_encoder_gguf(folder, tmp_path / "s.gguf", **{"modern-bert.hidden_activation": "silu"})
-    assert parse_config(open_checkpoint(silu).hf_config).activation == "silu"
+    silu = {"modern-bert.hidden_activation": "silu"}
+    file = write_encoder_gguf(folder, tmp_path / "silu.gguf", **silu)
+    assert parse_config(open_checkpoint(file).hf_config).activation == "silu"
 
 
 def test_an_encoder_without_token_types(tmp_path: Path) -> None:
