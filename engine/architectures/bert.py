@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pdserve.engine.checkpoints import Checkpoint, View, first_of
+from pdserve.engine.checkpoints.gguf import GgufMapping, encoder_config
 from pdserve.engine.models import (
     CLASSIFIER_DENSE,
     CLASSIFIER_OUT,
@@ -41,6 +42,7 @@ LAYER = {
     "mlp.down_proj": "output.dense",
 }
 EARLY = {"weight": "gamma", "bias": "beta"}  # names of a norm's tensors in early checkpoints
+ROWS = (TYPES, f"{CLASSIFIER_OUT}.weight")  # early GGUF files have a matrix of one row as a vector
 UNUSED = ("pooler.", "cls.", "lm_head.")  # heads
 
 
@@ -50,8 +52,14 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 def parse_scorer(hf: HfConfig) -> ModelConfig:
     """Parse the config of BERT with a head that scores pairs of texts."""
+    config = parse(hf)
+    if config.positions is None or not config.positions.num_types:
+        raise UnsupportedModel(
+            "config field type_vocab_size=0: a head without token types is that of DistilBERT, "
+            "whose activation is not supported"
+        )
     head = Classifier("cls", activation="tanh", sigmoid=has_sigmoid(hf))
-    return replace(parse(hf), classifier=head)
+    return replace(config, classifier=head)
 
 
 def parse_bert(hf: HfConfig, padding: int | None = None) -> ModelConfig:
@@ -74,7 +82,9 @@ def parse_bert(hf: HfConfig, padding: int | None = None) -> ModelConfig:
         ffn_bias=True,
         tied_head=True,
         layers=(LayerConfig(rope=None),) * num_layers(hf),
-        positions=LearnedPositions(num_positions, integer(hf, "type_vocab_size", 2), padding),
+        positions=LearnedPositions(
+            num_positions, integer(hf, "type_vocab_size", 2, minimum=0), padding
+        ),
         encoder=Encoder(post_norm=True),
     )
 
@@ -106,7 +116,13 @@ def stored_bert(config: ModelConfig, prefix: str, head: Mapping[str, str]) -> di
         TYPES: ("embeddings.token_type_embeddings.weight",),
     }
     return {
-        name: first_of(*(View(start + source) for source in sources for start in ("", prefix)))
+        name: first_of(
+            *(
+                View(start + source, is_row=name in ROWS)
+                for source in sources
+                for start in ("", prefix)
+            )
+        )
         for name, sources in tensors.items()
     }
 
@@ -122,7 +138,22 @@ def is_unused_bert(config: ModelConfig, name: str) -> bool:
     return name.startswith(UNUSED) or name.endswith("position_ids")
 
 
+# Files of RoBERTa and XLM-RoBERTa have this name too: their positions begin with the first row.
+GGUF = GgufMapping(
+    "bert",
+    tensors={
+        "position_embd": "embeddings.position_embeddings",
+        "token_types": "embeddings.token_type_embeddings",
+        "token_embd_norm": "embeddings.LayerNorm",
+        "blk.{n}.attn_output_norm": "encoder.layer.{n}.attention.output.LayerNorm",
+        "blk.{n}.layer_output_norm": "encoder.layer.{n}.output.LayerNorm",
+        "cls": "pooler.dense",
+        "cls.output": "classifier",
+    },
+    config=encoder_config,
+    scorer="BertForSequenceClassification",
+)
 SCORER = ModelSpec(
     ("BertForSequenceClassification",), parse_scorer, stored=stored, unused=is_unused
 )
-SPEC = ModelSpec(("BertModel",), parse, stored=stored, unused=is_unused)
+SPEC = ModelSpec(("BertModel",), parse, GGUF, stored, is_unused)

@@ -2,8 +2,16 @@
 and a window on two of three layers (arXiv:2412.13663)."""
 
 from dataclasses import replace
+from typing import Any
 
 from pdserve.engine.checkpoints import Checkpoint, View, first_of, fused
+from pdserve.engine.checkpoints.gguf import (
+    GgufMapping,
+    Metadata,
+    encoder_config,
+    one_number,
+    window_config,
+)
 from pdserve.engine.models import (
     CLASSIFIER_DENSE,
     CLASSIFIER_NORM,
@@ -33,6 +41,7 @@ from pdserve.engine.models.hf_config import (
 
 PREFIX = "model."  # of checkpoints that were saved with a head
 UNUSED = ("head.", "decoder.")
+POOLING = {1: "mean", 2: "cls"}  # values of a GGUF file's classifier.pooling_type
 NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.o_proj": "attn.Wo",
@@ -108,10 +117,15 @@ def stored(config: ModelConfig) -> dict[str, View]:
         modules |= {CLASSIFIER_DENSE: "head.dense", CLASSIFIER_NORM: "head.norm"}
         modules[CLASSIFIER_OUT] = "classifier"
     for name, other in modules.items():
-        views |= {f"{name}.{leaf}": View(f"{other}.{leaf}") for leaf in ("weight", "bias")}
+        row = name == CLASSIFIER_OUT  # GGUF files may have its one row as a vector
+        views |= {
+            f"{name}.{leaf}": View(f"{other}.{leaf}", is_row=row and leaf == "weight")
+            for leaf in ("weight", "bias")
+        }
     views[EMBEDDING] = View("embeddings.tok_embeddings.weight")
     return {
-        name: first_of(view, View(PREFIX + view.source, view.rows)) for name, view in views.items()
+        name: first_of(view, replace(view, source=PREFIX + view.source))
+        for name, view in views.items()
     }
 
 
@@ -119,7 +133,46 @@ def is_unused(config: ModelConfig, checkpoint: Checkpoint, name: str) -> bool:
     return config.classifier is None and name.startswith(UNUSED)
 
 
+def gguf_config(metadata: Metadata) -> dict[str, Any]:
+    """Return the config entries that the usual names of a GGUF file do not give. What it leaves out
+    is as in llama.cpp."""
+    arch = metadata["general.architecture"]
+    window = window_config(metadata)
+    pooling = metadata.get(f"{arch}.classifier.pooling_type", 1)
+    # A file of a config without layer_norm_eps has the epsilon under the name of RMS norms alone.
+    epsilons = [f"{arch}.attention.layer_norm_{name}" for name in ("epsilon", "rms_epsilon")]
+    epsilon = next((key for key in epsilons if key in metadata), epsilons[0])
+    config: dict[str, Any] = {
+        **encoder_config(metadata),
+        "norm_eps": one_number(metadata, epsilon),
+        "hidden_activation": metadata.get(f"{arch}.hidden_activation", "gelu"),
+        "local_rope_theta": metadata.get(f"{arch}.rope.freq_base_swa"),
+        "global_rope_theta": metadata.get(f"{arch}.rope.freq_base", 10_000.0),
+        "local_attention": window.get("sliding_window"),
+        "global_attn_every_n_layers": window.get("sliding_window_pattern"),
+        "layer_types": window.get("layer_types"),
+        "classifier_pooling": POOLING.get(pooling, pooling),
+    }
+    if "sliding_window" not in window:
+        config["global_attn_every_n_layers"] = 1
+    return config
+
+
+# ModernBERT's converter writes no biases.
+GGUF = GgufMapping(
+    "modern-bert",
+    tensors={
+        "token_embd_norm": "embeddings.norm",
+        "blk.{n}.attn_qkv": "layers.{n}.attn.Wqkv",
+        "blk.{n}.ffn_up": "layers.{n}.mlp.Wi",
+        "cls": "head.dense",
+        "cls.norm": "head.norm",
+        "cls.output": "classifier",
+    },
+    config=gguf_config,
+    scorer="ModernBertForSequenceClassification",
+)
 SCORER = ModelSpec(
     ("ModernBertForSequenceClassification",), parse_scorer, stored=stored, unused=is_unused
 )
-SPEC = ModelSpec(("ModernBertModel",), parse, stored=stored, unused=is_unused)
+SPEC = ModelSpec(("ModernBertModel",), parse, GGUF, stored, is_unused)

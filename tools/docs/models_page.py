@@ -23,13 +23,17 @@ MAPPINGS_TEST = "tests/engine/checkpoints/test_gguf_checkpoint.py"
 ROWS, COLS = 64, 1024
 # Architectures whose GGUF files have the name of another one.
 SHARED_GGUF = {
+    "BertForSequenceClassification": "bert",
     "InternLM3ForCausalLM": "llama",
     "MinistralForCausalLM": "llama",
     "Mistral3ForConditionalGeneration": "mistral3",
     "MistralForCausalLM": "llama",
     "MixtralForCausalLM": "llama",
+    "ModernBertForSequenceClassification": "modern-bert",
     "Olmo3ForCausalLM": "olmo2",
     "Qwen2_5_VLForConditionalGeneration": "qwen2vl",
+    "XLMRobertaForSequenceClassification": "bert",
+    "XLMRobertaModel": "bert",
 }
 HEAD = """\
 # Models and weight formats
@@ -49,7 +53,21 @@ BERT, RoBERTa and ModernBERT are encoders, which make embeddings and generate no
 attention sees a whole text, so that one step computes all of it and no keys and values are kept.
 Their vectors differ from those of transformers by at most 1e-4, on the reference kernels and on the
 native kernels. On the native kernels they are bitwise equal alone and in a batch
-(tests/engine/test_encoders.py). They run on a CPU, from safetensors.
+(tests/engine/test_encoders.py). They run on a CPU.
+
+A GGUF file of an encoder gives the vectors, scores and token ids of its safetensors
+(tests/engine/checkpoints/test_gguf_encoders.py), as far as the format can state them:
+
+- A file of RoBERTa or XLM-RoBERTa loads as BERT. It lacks the position of padding, so a text that
+  contains `<pad>` gets another vector.
+- Most files of BERT do not say whether text is lowercased: it is, unless the vocabulary has capital
+  letters.
+- No file has the activation of a score: it is the sigmoid.
+- llama.cpp's converter leaves the dense layer out of the head of a BERT cross-encoder
+  (ms-marco-MiniLM). Such a file is refused. The files of XLM-RoBERTa (bge-reranker-v2-m3) and
+  ModernBERT have that layer.
+- A file of a BERT whose tokenizer is not WordPiece is refused: it lacks the scores of the pieces.
+- A file of DistilBERT loads as BERT without token types, but is refused if it has a head.
 
 A model with a classification head of one label (`ForSequenceClassification`), encoder or decoder,
 scores pairs of texts for `/rerank` and `/score`. The tokenizer frames a pair. If it puts nothing

@@ -6,6 +6,7 @@ from pdserve.engine.checkpoints.gguf.mapping import (
     SCORES,
     GgufMapping,
     Metadata,
+    encoder_config,
     expert_config,
     one_number,
     rope_scaling,

@@ -153,10 +153,18 @@ class GgufCheckpoint:
         metadata = ReadMetadata(self._metadata)
         with _well_formed(path):
             self._values = dict(_values(self._metadata, self._mapping))
-            common = common_config(metadata, stored, factors)
+            shapes = {name: info.shape for name, (_, info) in stored.items()}
+            common = common_config(metadata, shapes, factors)
             overrides = self._mapping.config(metadata)
         if unknown := metadata.unread_keys():
             raise CheckpointError(f"{path}: metadata keys of {arch} are not supported: {unknown}")
+        if self._mapping.scorer and common["num_labels"]:
+            architecture = self._mapping.scorer
+            if "cls.weight" not in stored:
+                raise CheckpointError(
+                    f"{path}: the head that scores has cls.output but not cls, which llama.cpp's "
+                    "converter leaves out of the files of BERT: use the model's safetensors"
+                )
         vocab_size = stored["token_embd.weight"][1].shape[0]
         self._config = {
             "architectures": [architecture],
@@ -220,8 +228,8 @@ class GgufCheckpoint:
         )
         if name == "none":
             return None
-        if name not in ("mean", "last"):
-            text = f"{self._paths[0]}: {key} is {name}: only mean and last are supported"
+        if name not in ("mean", "cls", "last"):
+            text = f"{self._paths[0]}: {key} is {name}: only mean, cls and last are supported"
             raise CheckpointError(text)
         return StoredPooling(name, normalizes=True)  # llama.cpp normalizes all embeddings
 

@@ -7,7 +7,7 @@ engine/architectures defines its mapping, and GgufCheckpoint applies it.
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +92,7 @@ class GgufMapping:
     values: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     permuted: bool = False  # q and k rows are stored as (half, pair) interleaved for GGML's rope
     norm_offset: float = 0.0  # the file's norm weights minus Hugging Face's
+    scorer: str = ""  # Hugging Face class of a file with a head that scores; empty: no such files
 
     def hf_name(self, gguf_name: str) -> str | None:
         """Return Hugging Face's name of a GGUF tensor, or None if the architecture has no such
@@ -152,6 +153,7 @@ HARMLESS = frozenset(
         "rope.scaling.original_context_length",
         "tensor_data_layout",
         "pooling_type",
+        "classifier.output_labels",
         "expert_feed_forward_length",
     }
 )
@@ -192,17 +194,21 @@ KEYS = {
     "expert_weights_norm": "norm_topk_prob",
     "leading_dense_block_count": "first_k_dense_replace",
 }
+# Entries of config.json that are the number of rows of a tensor, 0 if the file lacks it.
+ROWS = {"type_vocab_size": "token_types.weight", "num_labels": "cls.output.weight"}
 SCORES = {1: "softmax", 2: "sigmoid"}  # values of expert_gating_func
 
 
 def common_config(
-    metadata: Metadata, tensors: Collection[str], rope_factors: Mapping[str, Sequence[float]]
+    metadata: Metadata,
+    tensors: Mapping[str, tuple[int, ...]],
+    rope_factors: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
     """Translate the GGUF metadata that every architecture may have to config.json entries.
 
-    `tensors`: GGUF names of the stored tensors. `rope_factors`: the values of the stored rope
-    tensors, by "factors", "short_factor" and "long_factor". Raises CheckpointError if a required
-    key is missing or differs between layers.
+    `tensors`: GGUF names and shapes of the stored tensors. `rope_factors`: the values of the stored
+    rope tensors, by "factors", "short_factor" and "long_factor". Raises CheckpointError if a
+    required key is missing or differs between layers.
     """
     arch = metadata["general.architecture"]
     config: dict[str, Any] = {
@@ -228,6 +234,9 @@ def common_config(
     config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
     config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
+    for key, name in ROWS.items():  # early files have a matrix of one row as a vector
+        shape = tensors.get(name, (0, 0))
+        config[key] = shape[0] if len(shape) == 2 else 1
     scaling = rope_scaling(metadata, rope_factors)
     if scaling is not None:
         config["rope_scaling"] = scaling
@@ -341,6 +350,15 @@ def window_config(metadata: Metadata) -> dict[str, Any]:
         elif pattern is not None:
             config["sliding_window_pattern"] = pattern
     return config
+
+
+def encoder_config(metadata: Metadata) -> dict[str, Any]:
+    """Return no config entries, as the common ones suffice for an encoder. Raises CheckpointError
+    if its attention is causal."""
+    key = f"{metadata['general.architecture']}.attention.causal"
+    if metadata.get(key):
+        raise CheckpointError(f"GGUF key {key} is true: expected an encoder")
+    return {}
 
 
 def _rotary_share(metadata: Metadata, config: dict[str, Any]) -> float:

@@ -14,6 +14,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve.engine.checkpoints.gguf.encoder_tokenizer import (
+    ENCODERS,
+    encoder_frame,
+    unigram,
+    word_piece,
+)
+from pdserve.engine.checkpoints.gguf.vocabulary import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    SPACE,
+    UNKNOWN,
+    USER_DEFINED,
+    numbers,
+    strings,
+    token_at,
+)
 from pdserve.engine.checkpoints.source import CheckpointError
 
 _WORDS = r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -54,9 +71,6 @@ _BAILING = (
 )
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"  # noqa: RUF001
 logger = logging.getLogger(__name__)
-# llama_token_type
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
-_SPACE = "\u2581"  # SentencePiece's character for a space
 _MAX_PIECE = 512  # characters; longer tokens are not split to find merges
 _ENDING = ("bos", "eos", "eot", "eom")  # special even if the file does not mark them
 
@@ -69,6 +83,7 @@ class PreTokenizer:
     splits: tuple[str, ...]
     whole_words: bool = False  # a piece that is a token is not split, even if no merges build it
     adds_bos: bool = False  # default for files without tokenizer.ggml.add_bos_token
+    composes: bool = False  # text is normalized to NFC
 
 
 DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
@@ -84,7 +99,8 @@ _GROUPS: tuple[tuple[PreTokenizer, str], ...] = (
     (PreTokenizer((r"\p{N}", _GPT2)), "smollm starcoder refact command-r codeshell exaone"),
     (PreTokenizer((r"\p{N}", _GPT2)), "minerva-7b mellum2"),
     (PreTokenizer((_GPT2,)), "gpt-2 phi-2 mpt olmo jais trillion granite-docling exaone4 mellum"),
-    (PreTokenizer((_GPT2,)), "gigachat a.x-4.0 modern-bert"),
+    (PreTokenizer((_GPT2,)), "gigachat a.x-4.0 roberta-bpe"),
+    (PreTokenizer((_GPT2,), composes=True), "modern-bert"),
     (PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")), "falcon"),
     (PreTokenizer((_TEKKEN,), True, True), "tekken"),
     (PreTokenizer((_GPT4O,)), "gpt-4o llama4 kanana2 talkie minimax-m2"),
@@ -119,21 +135,27 @@ PRE_TOKENIZERS = {name: group for group, names in _GROUPS for name in names.spli
 
 
 def tokenizer_json(metadata: Mapping[str, Any]) -> bytes:
-    """Build tokenizer.json from `tokenizer.ggml.*`: byte-level BPE (gpt2) or SentencePiece (llama).
+    """Build tokenizer.json from `tokenizer.ggml.*`: byte-level BPE (gpt2), SentencePiece's BPE
+    (llama) or unigram model (t5), or WordPiece (bert).
 
     Raises CheckpointError for other models, an unknown `pre`, or inconsistent arrays.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    tokens = _strings(metadata, "tokens")
-    types = _numbers(metadata, "token_type", len(tokens)) or [_NORMAL] * len(tokens)
+    tokens = strings(metadata, "tokens")
+    types = numbers(metadata, "token_type", len(tokens)) or [NORMAL] * len(tokens)
     if kind == "gpt2":
         tokens, parts = _byte_level(metadata, tokens, types)
     elif kind == "llama":
         tokens, parts = _sentence_piece(metadata, tokens, types)
+    elif kind == "bert":
+        tokens, parts = word_piece(metadata, tokens, types)
+    elif kind == "t5":
+        parts = unigram(metadata, tokens)
     else:
         raise CheckpointError(
-            f"GGUF tokenizer model {kind!r} is not supported; supported: gpt2, llama"
+            f"GGUF tokenizer model {kind!r} is not supported; supported: gpt2, llama, bert, t5"
         )
+    is_encoder = kind in ("bert", "t5") or metadata.get("general.architecture") in ENCODERS
     document = {
         "version": "1.0",
         "truncation": None,
@@ -141,7 +163,11 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> bytes:
         "added_tokens": _added_tokens(metadata, tokens, types),
         "normalizer": None,
         "pre_tokenizer": None,
-        "post_processor": _post_processor(metadata, tokens),
+        "post_processor": (
+            encoder_frame(metadata, tokens, kind)
+            if is_encoder
+            else _post_processor(metadata, tokens)
+        ),
         **parts,
     }
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
@@ -175,7 +201,7 @@ def _byte_level(
     # An ordinary token that is not spelled in the byte alphabet could never match.
     spelled = [
         token
-        if kind != _NORMAL or letters.issuperset(token)
+        if kind != NORMAL or letters.issuperset(token)
         else "".join(alphabet[byte] for byte in token.encode())
         for token, kind in zip(tokens, types, strict=True)
     ]
@@ -186,11 +212,12 @@ def _byte_level(
     ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     steps.append({**byte_level, "use_regex": False})
-    control = {t for t, kind in zip(tokens, types, strict=True) if kind == _CONTROL}
+    control = {t for t, kind in zip(tokens, types, strict=True) if kind == CONTROL}
     merges = [pair for pair in _merges(metadata) if "".join(pair) not in control]
     model = _bpe(spelled, merges, ignore_merges=pre.whole_words)
     decoder = {**byte_level, "use_regex": True}
     return spelled, {
+        "normalizer": {"type": "NFC"} if pre.composes else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": decoder,
         "model": model,
@@ -210,12 +237,12 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
 def _sentence_piece(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
 ) -> tuple[list[str], dict[str, Any]]:
-    # The file may store runs of spaces, but text has _SPACE in their place when it is matched.
-    spelled = [_SPACE * len(token) if _is_spaces(token) else token for token in tokens]
+    # The file may store runs of spaces, but text has SPACE in their place when it is matched.
+    spelled = [SPACE * len(token) if _is_spaces(token) else token for token in tokens]
     if "tokenizer.ggml.merges" in metadata:
         merges = _merges(metadata)
     else:
-        scores = _numbers(metadata, "scores", len(tokens))
+        scores = numbers(metadata, "scores", len(tokens))
         if scores is None:
             raise CheckpointError("GGUF tokenizer.ggml.scores is missing, and there are no merges")
         merges = _merges_by_score(spelled, types, scores)
@@ -223,20 +250,20 @@ def _sentence_piece(
     model = _bpe(
         spelled,
         merges,
-        unk_token=None if unknown is None else _token(tokens, unknown),
+        unk_token=None if unknown is None else token_at(tokens, unknown),
         fuse_unk=True,
-        byte_fallback=_BYTE in types,
+        byte_fallback=BYTE in types,
     )
     decoders: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
-    spaces: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    spaces: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
         # Prepend to every text, even if it begins with a space or follows a special token.
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-        prefix = {"type": "Prepend", "prepend": _SPACE}
+        prefix = {"type": "Prepend", "prepend": SPACE}
         spaces = {"type": "Sequence", "normalizers": [prefix, spaces]}
     decoder = {"type": "Sequence", "decoders": decoders}
     return spelled, {"model": model, "decoder": decoder, "normalizer": spaces}
@@ -250,11 +277,11 @@ def _merges_by_score(
 
     The merges build only ordinary tokens and runs of spaces, so no text can become a control token.
     """
-    runs = [i for i, token in enumerate(tokens) if types[i] == _USER_DEFINED and _is_run(token)]
-    normal = [i for i, kind in enumerate(types) if kind == _NORMAL]
+    runs = [i for i, token in enumerate(tokens) if types[i] == USER_DEFINED and _is_run(token)]
+    normal = [i for i, kind in enumerate(types) if kind == NORMAL]
     normal.sort(key=lambda i: -scores[i])
     pieces = {tokens[i] for i in runs} | {tokens[i] for i in normal}
-    pieces.update(t for t, kind in zip(tokens, types, strict=True) if len(t) == 1 and kind < _BYTE)
+    pieces.update(t for t, kind in zip(tokens, types, strict=True) if len(t) == 1 and kind < BYTE)
     merges = []
     for i in (*runs, *normal):
         token = tokens[i]
@@ -271,7 +298,7 @@ def _is_spaces(token: str) -> bool:
 
 
 def _is_run(token: str) -> bool:
-    return not token.strip(_SPACE)
+    return not token.strip(SPACE)
 
 
 def _bpe(
@@ -301,8 +328,8 @@ def _added_tokens(
     ending = {i for i in ids if i is not None}
     added = []
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
-        special = kind in (_CONTROL, _UNKNOWN) or index in ending
-        if token and (special or (kind == _USER_DEFINED and not _is_run(token))):
+        special = kind in (CONTROL, UNKNOWN) or index in ending
+        if token and (special or (kind == USER_DEFINED and not _is_run(token))):
             added.append(
                 {
                     "id": index,
@@ -322,7 +349,9 @@ def _post_processor(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[
     ids = {
         end: metadata.get(f"tokenizer.ggml.{end}_token_id") for end, adds in ends.items() if adds
     }
-    names = {end: _token(tokens, token_id) for end, token_id in ids.items() if token_id is not None}
+    names = {
+        end: token_at(tokens, token_id) for end, token_id in ids.items() if token_id is not None
+    }
     if not names:
         return None
     signs = {end: [{"SpecialToken": {"id": name, "type_id": 0}}] for end, name in names.items()}
@@ -338,31 +367,9 @@ def _post_processor(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[
     }
 
 
-def _token(tokens: Sequence[str], index: Any) -> str:
-    if not isinstance(index, int) or not 0 <= index < len(tokens):
-        raise CheckpointError(f"GGUF token id {index!r} is outside the vocabulary of {len(tokens)}")
-    return tokens[index]
-
-
-def _strings(metadata: Mapping[str, Any], name: str) -> list[str]:
-    strings = metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(strings, list) or not strings or not all(isinstance(t, str) for t in strings):
-        raise CheckpointError(f"GGUF tokenizer.ggml.{name} is not a list of strings")
-    return strings
-
-
-def _numbers(metadata: Mapping[str, Any], name: str, length: int) -> list[Any] | None:
-    numbers = metadata.get(f"tokenizer.ggml.{name}")
-    if numbers is None:
-        return None
-    if len(numbers) != length:
-        raise CheckpointError(f"GGUF tokenizer.ggml.{name} has {len(numbers)} items, not {length}")
-    return list(numbers)
-
-
 def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     merges = []
-    for merge in _strings(metadata, "merges"):
+    for merge in strings(metadata, "merges"):
         left, space, right = merge[1:].partition(" ")  # a token may begin with a space
         if not space:
             raise CheckpointError(f"GGUF tokenizer.ggml.merges: {merge!r} is not a pair of tokens")

@@ -447,7 +447,7 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     gguf.write_bytes(data)
     with pytest.raises(
         CheckpointError,
-        match=r"architecture 'mamba'; known architectures: apertus, arcee, chatglm, cohere2",
+        match=r"architecture 'mamba'; known architectures: apertus, arcee, bert, chatglm, cohere2",
     ):
         open_checkpoint(gguf)
 

@@ -4,6 +4,7 @@ tokenizers."""
 import importlib.util
 import json
 import time
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,8 @@ def test_every_pre_tokenizer_keeps_the_text(smollm: dict[str, Any]) -> None:
         actual = load({**smollm, **small, KEY + "pre": pre})
         for text in HARD_STRINGS:
             kept = actual.encode(text, add_special_tokens=False)
-            assert actual.decode(kept.ids, skip_special_tokens=False) == text, (pre, text)
+            want = unicodedata.normalize("NFC", text) if PRE_TOKENIZERS[pre].composes else text
+            assert actual.decode(kept.ids, skip_special_tokens=False) == want, (pre, text)
 
 
 def test_vocabulary_words_are_not_split_in_families_that_say_so() -> None:

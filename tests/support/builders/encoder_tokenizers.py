@@ -31,7 +31,7 @@ def _framed(tokenizer: Tokenizer, single: str, pair: str) -> Tokenizer:
 
 def _word_piece() -> Tokenizer:
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    pieces = [*special, *_LETTERS, *(f"##{c}" for c in _LETTERS), *".,?!'", "th", "##ing"]
+    pieces = [*special, *_LETTERS, *(f"##{c}" for c in _LETTERS), *".,?!'", "th", "##ing", "中"]
     tokenizer = Tokenizer(
         models.WordPiece(vocab={piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]")
     )
@@ -49,7 +49,9 @@ def _unigram() -> Tokenizer:
     scored = [(text, 0.0) for text in special]
     scored += [(text, -2.0 - i / 10) for i, text in enumerate(["▁", *_LETTERS, *".,?!'", "▁th"])]
     tokenizer = Tokenizer(models.Unigram(scored, unk_id=3))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    )
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
     return _framed(tokenizer, "<s> $A </s>", "<s> $A </s> </s> $B </s>")
@@ -58,6 +60,7 @@ def _unigram() -> Tokenizer:
 def _bytes() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["[CLS]", "[SEP]"])
