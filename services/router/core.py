@@ -16,25 +16,16 @@ from pdserve.protos.router_pb2 import FleetView, WorkerView
 from pdserve.protos.worker_pb2 import DecodeEvent
 from pdserve.services.common.auth.access import Access
 from pdserve.services.common.capabilities import merged_card
-from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.rpc import RequestProgress, TokenRow
 from pdserve.services.common.tracing import NO_TRACER, Tracer
 from pdserve.services.router.dispatcher import Dispatcher
-from pdserve.services.router.fleet import (
-    MAX_INDEXED_BLOCKS,
-    Event,
-    Fleet,
-    Worker,
-    WorkerSessions,
-    with_other_weights,
-)
+from pdserve.services.router.fleet import MAX_INDEXED_BLOCKS, Event, Fleet, Worker, WorkerSessions
 from pdserve.services.router.placement import Rules, WorkerPool
 from pdserve.services.router.request import Client, PickedHost, PickQuery
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
-SECOND_POOL_PROTOCOL = 2  # first version whose workers set beside_other_weights
 STALL_S = 0.5  # gap between two ticks from which the router itself stood still
 
 
@@ -63,7 +54,6 @@ class RouterCore:
             self._loop.time(),
             tracer,
         )
-        self._mixes_weights = rules.mixing.weights
         self.num_isolations = 0  # times that it heard from too few workers
         self.deaths: Counter[tuple[str, str]] = (
             Counter()
@@ -143,36 +133,6 @@ class RouterCore:
                 self._lose(self.fleet.lost(worker))
 
     # --- join streams
-
-    def check_weights(self, hello: fleet_pb2.WorkerHello) -> None:
-        """Raise ServiceError if other workers serve the model name of a new worker with other
-        weights, unless it belongs to a second pool, a router has accepted it before, or the
-        settings allow mixed weights."""
-        if self._mixes_weights or hello.protocol < SECOND_POOL_PROTOCOL:
-            return
-        other = with_other_weights(hello, self.fleet.workers.values())
-        if other is None:
-            return
-        own, served = (
-            f"{card.kv_identity.weights[:8]} ({card.kv_identity.quantization})"
-            for card in (hello.card, other.hello.card)
-        )
-        if not hello.beside_other_weights:
-            raise ServiceError(
-                pb.INVALID_ARGUMENT,
-                f"the router refused the worker's registration: its weights of {hello.card.name} "
-                f"are {own}, those of worker {other.address} are {served}; serve it under another "
-                "name (--served-name), or beside the others with --second-pool",
-                "card",
-            )
-        log.info(
-            "worker %s serves %s with the weights %s, as a second pool; worker %s has %s",
-            hello.address,
-            hello.card.name,
-            own,
-            other.address,
-            served,
-        )
 
     def join(self, hello: fleet_pb2.WorkerHello) -> Worker:
         """Register a worker at the start of its join stream, and open a session with it."""

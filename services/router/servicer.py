@@ -371,7 +371,6 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
                     "the router refused the worker's registration: its certificate has another role"
                 )
                 raise ServiceError(common_pb2.PERMISSION_DENIED, text, "role")
-            self._core.check_weights(hello)
         except ServiceError as error:
             await abort(context, error)
         worker = self._core.join(hello)

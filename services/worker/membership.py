@@ -261,7 +261,6 @@ class _Lease:
         check_version(welcome.protocol, "worker", f"router {self.address}")
         log.info("registered with router %s (protocol version %d)", self.address, welcome.protocol)
         self.welcomed = time.monotonic()
-        self._owner.accepted()
         self._owner.note(self.address, "")
 
     def _failed(self, error: ServiceError) -> None:
@@ -395,15 +394,6 @@ class Membership:
                 self._refused.pop(address, None)
         if problem not in ("", previous):
             log.warning("cannot register with router %s: %s; retrying", address, problem)
-
-    def accepted(self) -> None:
-        """Record that a router has accepted the worker. From then on each router does, whatever
-        weights the other workers of its model have."""
-        if not self.hello.beside_other_weights:
-            hello = pb.WorkerHello()
-            hello.CopyFrom(self.hello)
-            hello.beside_other_weights = True
-            self.hello = hello  # not changed in place: another thread may be sending it
 
     def refused(self, address: str) -> None:
         """Delay the next try to register with a router whose protocol version is too far from this

@@ -275,7 +275,6 @@ class WorkerProcess:
         hello.CopyFrom(runtime.hello)
         hello.incarnation, hello.address = self.incarnation, self.address
         hello.join_routers = self._settings.join_routers
-        hello.beside_other_weights = self._settings.second_pool
         self._membership = Membership(
             hello,
             self._settings.routers,

@@ -30,11 +30,6 @@ class WorkerSettings(BackendSettings):
         min=0,
         max=1024,
     )
-    second_pool: bool = option(
-        False,
-        "join routers although their workers serve the same model name with other weights: both "
-        "serve it (docs/upgrades.md)",
-    )
     threads: int = option(
         0, "compute threads; 0: one per core that the process may use", min=0, max=1024
     )

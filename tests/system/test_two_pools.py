@@ -35,8 +35,8 @@ def asks() -> list[dict[str, Any]]:
 class Pool:
     """A prefill and a decode worker with the weights of one model."""
 
-    def __init__(self, system: ReplaceableSystem, model: Path, *more: str) -> None:
-        words = ("--model", str(model), "--served-name", NAME, *more)
+    def __init__(self, system: ReplaceableSystem, model: Path) -> None:
+        words = ("--model", str(model), "--served-name", NAME)
         self._system = system
         self.prefill = system.worker("prefill", *words)
         self.decode = system.worker("decode", *words)
@@ -113,7 +113,7 @@ def test_a_change_of_weights_under_load(
 ) -> None:
     of_old = answers(*run(api))
     assert system.view().prefill_remote, "no long prompt was prefilled remotely"
-    new = Pool(system, tiny_model(tmp_path / "new", 6), "--second-pool")
+    new = Pool(system, tiny_model(tmp_path / "new", 6))
 
     streams, threads = run(api)  # both pools accept requests
     wait_until(lambda: all(s.num_chunks > 3 for s in streams), "streams")

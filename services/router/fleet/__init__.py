@@ -4,7 +4,6 @@ from pdserve.services.router.fleet.compatibility import (
     COMPATIBLE_WORKER_WAIT_S,
     KvCompatibility,
     mismatch,
-    with_other_weights,
 )
 from pdserve.services.router.fleet.fleet import Fleet, ServedModels
 from pdserve.services.router.fleet.prefix_index import MAX_INDEXED_BLOCKS, PrefixIndex

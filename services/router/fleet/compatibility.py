@@ -19,7 +19,6 @@ from pdserve.engine.kv import (
     refusal,
     spec_difference,
 )
-from pdserve.protos import fleet_pb2 as pb
 from pdserve.services.router.fleet.worker import Worker, WorkerKind
 
 HANDOFF_SIDES = ("at decode", "at prefill")
@@ -138,23 +137,6 @@ class KvCompatibility:
         """Count a KV hand-off as inexact if the prefill and the decode worker have different KV
         identities."""
         self.inexact["hand-off"] += prefill.digest != decode.digest
-
-
-def with_other_weights(hello: pb.WorkerHello, workers: Iterable[Worker]) -> Worker | None:
-    """Return one of the workers that serves the model name of a new worker with other weights and
-    will keep accepting work; None if there is none."""
-    weights = hello.card.kv_identity.weights
-    others = (
-        worker
-        for worker in workers
-        if worker.model == hello.card.name
-        and worker.address != hello.address
-        and worker.stays
-        and weights
-        and worker.identity.weights
-        and worker.identity.weights != weights
-    )
-    return next(others, None)
 
 
 def _pool(identity: KvIdentity) -> str:

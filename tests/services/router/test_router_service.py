@@ -226,38 +226,6 @@ async def test_join_refuses_an_invalid_hello(make_cluster: Any) -> None:
     assert not cluster.router.core.fleet.workers
 
 
-async def test_other_weights_of_a_served_name_join_only_as_a_second_pool(
-    make_cluster: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    core = (await make_cluster()).router.core
-
-    def hello(name: bytes, weights: str, **more: Any) -> WorkerHello:
-        identity = pb.KvIdentity(weights=weights, quantization="Q8_0")
-        card = pb.ModelCard(
-            name="m", kv_spec=encode_spec(KvSpec(16, (FULL,))), kv_identity=identity
-        )
-        return WorkerHello(
-            role=2, incarnation=name * 16, address=f"{name.decode()}:1", card=card,
-            **{"protocol": PROTOCOL_VERSION, **more},
-        )  # fmt: skip
-
-    first, same, other = hello(b"a", "1" * 32), hello(b"b", "1" * 32), hello(b"c", "2" * 32)
-    for accepted in (first, same, hello(b"d", "2" * 32, protocol=1)):
-        core.check_weights(accepted)
-    core.join(first)
-    core.check_weights(same)
-    core.check_weights(hello(b"a", "2" * 32))  # the worker at this address has restarted
-    core.check_weights(hello(b"d", "2" * 32, protocol=1))
-    with pytest.raises(ServiceError, match=r"its weights of m are 2{8} .* a:1 are 1{8}"):
-        core.check_weights(other)
-    caplog.set_level("INFO")
-    core.check_weights(hello(b"c", "2" * 32, beside_other_weights=True))
-    assert "as a second pool; worker a:1 has 11111111 (Q8_0)" in caplog.text
-    worker = core.fleet.workers[first.incarnation]
-    worker.draining = True
-    core.check_weights(other)
-
-
 async def test_calls_that_do_not_begin_with_hello_are_refused(make_cluster: Any) -> None:
     cluster = await make_cluster()
     async with open_channel(cluster.router.address) as channel:
