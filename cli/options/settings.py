@@ -17,8 +17,8 @@ class UpSettings:
 
     model: tuple[str, ...] = option(
         (),
-        "GGUF file, model directory or Hugging Face id to serve, or NAME= and one of them, with the "
-        "name that clients use; none: the bundled SmolLM2",
+        "GGUF file, model directory or Hugging Face id to serve; NAME=MODEL: by that name; "
+        "none: the bundled SmolLM2",
     )
     prefill: int = option(
         1,

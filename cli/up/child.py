@@ -28,6 +28,7 @@ from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn
+from urllib.parse import quote
 
 from pdserve.cli.up.cores import Share, take
 from pdserve.services.common.logs import keep_log
@@ -36,6 +37,7 @@ from pdserve.services.common.process import die_with, show_as
 MAX_REPORT_BYTES = 64 << 10  # largest report that the parent accepts
 MAX_MESSAGE = 4000
 LOG_SUFFIX = ".log"
+MAX_FILE_NAME = 200  # bytes
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_CODE_BYTES = 16
 ANSWER_S = 60.0  # limit for the imports and a fork
@@ -66,8 +68,8 @@ def child_main(name: str, task: Task, parent: int, pipe: Connection) -> NoReturn
     report = reporter(pipe)
     try:
         if task.log_folder:
-            file = f"{name.replace('/', '-')}{LOG_SUFFIX}"
-            keep_log(Path(task.log_folder, file))
+            file_name = quote(name, safe=" ")[:MAX_FILE_NAME] + LOG_SUFFIX
+            keep_log(Path(task.log_folder, file_name))
         if task.share:
             take(task.share)
         code = resolve_name(task.entry)(*task.args, report=report)

@@ -13,6 +13,7 @@ import secrets
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -56,6 +57,7 @@ ENTRIES = {
 PRELOAD = tuple(ENTRIES[role].partition(":")[0] for role in ("router", "prefill", "decode"))
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 GATEWAY, ROUTER = "gateway", "router"
+MAX_NAME = 100  # characters of a model's name
 FIRST_PORT = 10_000  # lowest port that `free_port` chooses
 
 
@@ -107,11 +109,14 @@ class ModelOption(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "ModelOption":
         name, separator, location = text.partition("=")
-        if not separator or os.path.exists(text):
+        if not separator or text[:1] in ("/", ".", "~") or os.path.exists(text):
             return cls("", text)
-        if not name or not location:
+        if not name or not location or not name.isprintable() or len(name) > MAX_NAME:
             raise OptionError(f"--model {text}: expected NAME=MODEL")
         return cls(name, location)
+
+    def __str__(self) -> str:
+        return self.location or "the bundled model"
 
 
 class ServedModel(NamedTuple):
@@ -169,10 +174,13 @@ class System:
                 "--encrypt-kv contradicts --cluster-secret: encryption needs certificates, which "
                 "`pdserve up` creates if no secret is set"
             )
-        if len(self._models) > 1 and values["served_name"].value:
+        if values["served_name"].value and (len(self._models) > 1 or self._models[0].name):
             raise OptionError(
-                "--served-name contradicts several --model: name them by --model NAME=MODEL"
+                "--served-name is the name of one model: name several by --model NAME=MODEL"
             )
+        names = Counter(model.name for model in self._models if model.name)
+        if names and max(names.values()) > 1:
+            raise OptionError(f"--model: two models have the name {names.most_common()[0][0]}")
         if len(set(self._models)) < len(self._models):
             raise OptionError("--model lists the same model twice")
         if not self._models[0].location and default_model() is None:
@@ -326,8 +334,8 @@ class System:
             name = facts["name"]
             if name in served:
                 raise StartError(
-                    f"{served[name].option.location} and {option.location} would both be served as "
-                    f"{name}: name one of them by --model NAME={option.location}"
+                    f"{served[name].option} and {option} would both be served as {name}: name one "
+                    f"of them by --model NAME={option.location}"
                 )
             served[name] = ServedModel(option, facts["uses_prefill"])
         return served

@@ -29,7 +29,7 @@ HUB_ID = re.compile(
 )
 # A snapshot of a repository in the cache of the hub, or a file in it.
 HUB_CACHE = re.compile(
-    r"/models--(?P<org>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/[0-9a-f]{40}(/[^/]+\.gguf)?$"
+    r"/models--((?P<org>[\w.-]+?)--)?(?P<name>[\w.-]+)/snapshots/[0-9a-f]{40}(/.+\.gguf)?$"
 )
 HUB_PREFIX = re.compile(r"hf://|https://(hf|huggingface)\.co/|(hf|huggingface)\.co/(?=[^/]+/)")
 
@@ -216,7 +216,7 @@ def served_name(path: Path) -> str:
     of symbolic links count, not those of their targets."""
     path = Path(os.path.abspath(path))
     if match := HUB_CACHE.search(str(path)):
-        return f"{match['org']}/{match['name']}"
+        return "/".join(filter(None, (match["org"], match["name"])))
     if path.is_dir():
         return path.name
     stem = PART_SUFFIX.sub("", path.stem)

@@ -130,6 +130,34 @@ def test_a_model_without_prefill_has_no_worker_for_it_by_default(
     assert {figures["host_engines"] for figures in workers.values()} == {len(workers)}
 
 
+def test_models_of_equal_names_need_names(tmp_path: Path) -> None:
+    def up(*words: str) -> System:
+        settings, _ = parse_command(COMMANDS["up"], "pdserve up", ["--port", "0", *words])
+        return System(settings, FAKES)
+
+    system = up("--model", "a/tiny", "--model", "b/tiny")
+    with run_dir(tmp_path) as folder, Supervisor(system.on_event) as supervisor:
+        wanted = "a/tiny and b/tiny would both be served as tiny: .* --model NAME=b/tiny"
+        with pytest.raises(StartError, match=wanted):
+            system.serve(supervisor, folder)
+        assert supervisor.children == []
+    for words, message in (
+        (("--served-name", "x", "--model", "a", "--model", "b"), "by --model NAME=MODEL"),
+        (("--served-name", "x", "--model", "y=b"), "by --model NAME=MODEL"),
+        (("--model", "x=a", "--model", "x=b"), "--model: two models have the name x"),
+        (("--model", "x="), "--model x=: expected NAME=MODEL"),
+        (("--model", "=a"), "--model =a: expected NAME=MODEL"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            up(*words)
+    (tmp_path / "a=b").mkdir()
+    ended = serve(tmp_path / "a=b", "--model", "org/x=a/tiny", "--model", str(tmp_path / "a=b"))
+    names = {"decode 0 of org/x", "prefill 0 of org/x", "decode 0 of a=b", "prefill 0 of a=b"}
+    workers = {child.name: child.figures for child in ended.children[2:]}
+    assert workers.keys() == names
+    assert {figures["model"] for figures in workers.values()} == {"a/tiny", str(tmp_path / "a=b")}
+
+
 def test_ps_lists_running_systems(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

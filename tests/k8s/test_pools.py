@@ -228,10 +228,7 @@ def test_two_models_on_one_volume(beside: list[Manifest]) -> None:
     assert len(of_model) == len(POOLS)
 
 
-OF_MODEL = {
-    *("PDSERVE_MODEL", "PDSERVE_SERVED_NAME", "PDSERVE_SECOND_POOL"),
-    *("HF_HUB_CACHE", "HF_HUB_OFFLINE"),
-}
+OF_MODEL = {"PDSERVE_MODEL", "PDSERVE_SERVED_NAME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"}
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason=NO_KUBECTL)

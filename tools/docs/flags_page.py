@@ -53,7 +53,7 @@ SUBJECTS = {
     "Disaggregation and hand-off": (
         *("prefill", "decode", "remote_prefill", "remote_prefill_threshold"),
         *("kv_transport", "shm_dir", "encrypt_kv", "data_bind", "data_advertise"),
-        *("allow_mixed_weights", "allow_mixed_numerics", "exact_only", "second_pool"),
+        *("allow_mixed_weights", "allow_mixed_numerics", "exact_only"),
     ),
     "Network and TLS for clients": (
         *("host", "port", "tls_cert", "tls_key", "unix_socket", "grpc_port", "root_path"),

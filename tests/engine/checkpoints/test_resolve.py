@@ -54,6 +54,22 @@ def test_served_names(subtests: pytest.Subtests, tmp_path: Path) -> None:
             assert served_name(tmp_path / file) == name
 
 
+def test_names_of_links_and_of_the_hub_cache(tmp_path: Path) -> None:
+    snapshot = tmp_path / f"models--some-org--Tiny.Llama_1/snapshots/{'a' * 40}"
+    snapshot.mkdir(parents=True)
+    blob = tmp_path / "blobs" / ("b" * 64)
+    blob.parent.mkdir()
+    blob.touch()
+    (snapshot / "tiny.Q4_0.gguf").symlink_to(blob)
+    (tmp_path / "latest").symlink_to(snapshot)
+    (tmp_path / "mine.Q8_0.gguf").symlink_to(blob)
+    assert served_name(snapshot) == served_name(snapshot / "tiny.Q4_0.gguf") == REPO
+    assert served_name(snapshot / "Q4_0/tiny-00001-of-00002.gguf") == REPO
+    assert served_name(tmp_path / f"models--gpt2/snapshots/{'a' * 40}") == "gpt2"
+    assert served_name(tmp_path / "latest") == "latest"
+    assert served_name(tmp_path / "mine.Q8_0.gguf") == "mine"
+
+
 def test_a_folder_is_served_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "My-Model.v1").mkdir()
     monkeypatch.chdir(tmp_path / "My-Model.v1")
