@@ -243,6 +243,8 @@ def find_task(
     stored = _stored_pooling(config, checkpoint)
     if task == "auto" and stored is None and has_head:
         return ModelTask()
+    if stored is None and model.encoder and config.pooling == "auto":
+        log.warning("the model's files define no pooling: it is the mean; --pooling changes it")
     stored = stored or (ENCODER_POOLING if model.encoder else DEFAULT_POOLING)
     if config.pooling != "auto":
         stored = replace(stored, kind=config.pooling)

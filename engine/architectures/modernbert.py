@@ -134,8 +134,8 @@ def is_unused(config: ModelConfig, checkpoint: Checkpoint, name: str) -> bool:
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
-    """Return the config entries that the usual names of a GGUF file do not give. What it leaves out
-    is as in llama.cpp."""
+    """Return the config entries that the usual names of a GGUF file do not give. A missing value is
+    that of llama.cpp."""
     arch = metadata["general.architecture"]
     window = window_config(metadata)
     pooling = metadata.get(f"{arch}.classifier.pooling_type", 1)

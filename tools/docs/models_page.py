@@ -60,8 +60,12 @@ A GGUF file of an encoder gives the vectors, scores and token ids of its safeten
 
 - A file of RoBERTa or XLM-RoBERTa loads as BERT. It lacks the position of padding, so a text that
   contains `<pad>` gets another vector.
-- Most files of BERT do not say whether text is lowercased: it is, unless the vocabulary has capital
-  letters.
+- Most files of BERT do not say whether text is lowercased and accents are removed: capital letters
+  and accents in the vocabulary tell.
+- Vectors are normalized unless the file says otherwise (`normalize_embeddings`, which Ollama's
+  converter writes), also those of a model that does not normalize them.
+- A file without `pooling_type` gets the mean, with a warning.
+- `<mask>` in the text is no special token in files that were made from `sentencepiece.bpe.model`.
 - No file has the activation of a score: it is the sigmoid.
 - llama.cpp's converter leaves the dense layer out of the head of a BERT cross-encoder
   (ms-marco-MiniLM). Such a file is refused. The files of XLM-RoBERTa (bge-reranker-v2-m3) and

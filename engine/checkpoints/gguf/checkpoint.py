@@ -158,12 +158,15 @@ class GgufCheckpoint:
             overrides = self._mapping.config(metadata)
         if unknown := metadata.unread_keys():
             raise CheckpointError(f"{path}: metadata keys of {arch} are not supported: {unknown}")
-        if self._mapping.scorer and common["num_labels"]:
-            architecture = self._mapping.scorer
-            if "cls.weight" not in stored:
+        if self._mapping.scorer:
+            dense = shapes.get("cls.weight", ())
+            if common["num_labels"]:
+                architecture = self._mapping.scorer
+            if len(set(dense)) != 1 if common["num_labels"] else len(set(dense)) > 1:
                 raise CheckpointError(
-                    f"{path}: the head that scores has cls.output but not cls, which llama.cpp's "
-                    "converter leaves out of the files of BERT: use the model's safetensors"
+                    f"{path}: the head that scores is incomplete, as in files of BERT's "
+                    "cross-encoders, from which llama.cpp's converter leaves a layer out: use the "
+                    "model's safetensors"
                 )
         vocab_size = stored["token_embd.weight"][1].shape[0]
         self._config = {
@@ -219,7 +222,8 @@ class GgufCheckpoint:
             return gguf_text_files(self._metadata)
 
     def pooling(self) -> StoredPooling | None:
-        key = f"{self._metadata['general.architecture']}.pooling_type"
+        arch = self._metadata["general.architecture"]
+        key = f"{arch}.pooling_type"
         pooling_type = self._metadata.get(key, 0)
         name = (
             POOLING_TYPES.get(pooling_type, str(pooling_type))
@@ -231,7 +235,9 @@ class GgufCheckpoint:
         if name not in ("mean", "cls", "last"):
             text = f"{self._paths[0]}: {key} is {name}: only mean, cls and last are supported"
             raise CheckpointError(text)
-        return StoredPooling(name, normalizes=True)  # llama.cpp normalizes all embeddings
+        # llama.cpp normalizes all embeddings; Ollama's converter states what the model does.
+        normalizes = bool(self._metadata.get(f"{arch}.normalize_embeddings", True))
+        return StoredPooling(name, normalizes)
 
 
 def _values(metadata: Metadata, mapping: GgufMapping) -> Iterator[tuple[str, NDArray[np.float32]]]:

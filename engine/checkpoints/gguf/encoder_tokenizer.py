@@ -7,6 +7,7 @@ is as in the tokenizer.json that the model families publish.
 
 import base64
 import string
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,23 +34,25 @@ def word_piece(
     """Return the tokens as WordPiece spells them, and the parts of tokenizer.json of BERT. Raises
     CheckpointError if the vocabulary is not one of WordPiece."""
     spelled = [_word_piece(token, kind) for token, kind in zip(tokens, types, strict=True)]
-    if not any(token.startswith(_INSIDE) for token in spelled):
+    is_word_piece = any(token.startswith(_INSIDE) for token in spelled)
+    if not is_word_piece or any(token.startswith(SPACE) and token != SPACE for token in spelled):
         raise CheckpointError(
-            "GGUF tokenizer model 'bert' has no pieces that continue a word: the file was made "
-            "from another tokenizer than WordPiece, which cannot be restored"
+            "the vocabulary of GGUF tokenizer model 'bert' is not one of WordPiece: the file was "
+            "made from another tokenizer, which cannot be restored"
         )
     unknown = _special_id(metadata, spelled, "[UNK]", "unknown")
-    # Files mostly do not say whether text is lowercased. If it is, the vocabulary has no capitals.
+    # Files mostly do not say what is done to text, but the vocabulary has nothing that it removes.
     cased = not set(string.ascii_uppercase).isdisjoint(spelled)
     lowercase = bool(metadata.get("tokenizer.ggml.normalizer.lowercase", not cased))
+    keys = (f"tokenizer.ggml.{name}" for name in ("normalizer.strip_accents", "strip_accents"))
+    stated = next((metadata[key] for key in keys if key in metadata), None)
+    strips = lowercase and not any(map(_has_accent, spelled)) if stated is None else bool(stated)
     return spelled, {
         "normalizer": {
             "type": "BertNormalizer",
             "clean_text": True,
             "handle_chinese_chars": True,
-            "strip_accents": bool(
-                metadata.get("tokenizer.ggml.normalizer.strip_accents", lowercase)
-            ),
+            "strip_accents": strips,
             "lowercase": lowercase,
         },
         "pre_tokenizer": {"type": "BertPreTokenizer"},
@@ -72,17 +75,27 @@ def _word_piece(token: str, kind: int) -> str:
     return token[1:] if token.startswith(SPACE) else _INSIDE + token
 
 
+def _has_accent(token: str) -> bool:
+    """Return whether BERT's normalizer removes an accent from a token: a combining character after
+    decomposition."""
+    return not token.isascii() and any(
+        unicodedata.category(character) == "Mn" for character in unicodedata.normalize("NFD", token)
+    )
+
+
 def unigram(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
     """Return the parts of tokenizer.json of XLM-RoBERTa. Raises CheckpointError if scores or the
-    unknown token are missing, or if the table of replaced characters is malformed."""
+    unknown token are missing, if text gets no leading space, or if the table of replaced characters
+    is malformed."""
     scores = numbers(metadata, "scores", len(tokens))
     if scores is None:
         raise CheckpointError("GGUF tokenizer.ggml.scores is missing")
-    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    if not metadata.get("tokenizer.ggml.add_space_prefix", True):
+        raise CheckpointError("GGUF tokenizer.ggml.add_space_prefix is false: expected true")
     spaces = {
         "type": "Metaspace",
         "replacement": SPACE,
-        "prepend_scheme": "always" if has_prefix else "never",
+        "prepend_scheme": "always",
         "split": True,
     }
     charsmap = metadata.get("tokenizer.ggml.precompiled_charsmap")
@@ -124,7 +137,7 @@ def _charsmap(table: bytes) -> bytes:
     # Darts-clone's layout: bit 31 marks a leaf, bit 8 a node that has one, as its first child.
     children = np.arange(num_units) ^ ((units >> 10) << ((units & (1 << 9)) >> 6))
     children = children[units >> 31 == 0]
-    if children.max(initial=0) >= num_units:
+    if units[0] >> 31 or children.max(initial=0) >= num_units:  # the root is never a leaf
         raise malformed
     parents = units[units >> 31 == 0]
     places = units[children[parents >> 8 & 1 == 1]] & ((1 << 31) - 1)

@@ -153,6 +153,7 @@ HARMLESS = frozenset(
         "rope.scaling.original_context_length",
         "tensor_data_layout",
         "pooling_type",
+        "normalize_embeddings",
         "classifier.output_labels",
         "expert_feed_forward_length",
     }
@@ -353,8 +354,8 @@ def window_config(metadata: Metadata) -> dict[str, Any]:
 
 
 def encoder_config(metadata: Metadata) -> dict[str, Any]:
-    """Return no config entries, as the common ones suffice for an encoder. Raises CheckpointError
-    if its attention is causal."""
+    """Check that the attention of an encoder is not causal; return no config entries, because the
+    common ones suffice. Raises CheckpointError if it is."""
     key = f"{metadata['general.architecture']}.attention.causal"
     if metadata.get(key):
         raise CheckpointError(f"GGUF key {key} is true: expected an encoder")

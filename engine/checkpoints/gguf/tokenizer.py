@@ -326,6 +326,10 @@ def _added_tokens(
     match as a whole in any text."""
     ids = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDING)
     ending = {i for i in ids if i is not None}
+    # As RoBERTa and ModernBERT, whose text has a space before the mask.
+    is_encoder = metadata.get("general.architecture") in ENCODERS
+    takes_space = is_encoder and metadata.get("tokenizer.ggml.model") == "gpt2"
+    mask = metadata.get("tokenizer.ggml.mask_token_id") if takes_space else None
     added = []
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         special = kind in (CONTROL, UNKNOWN) or index in ending
@@ -335,7 +339,7 @@ def _added_tokens(
                     "id": index,
                     "content": token,
                     "single_word": False,
-                    "lstrip": False,
+                    "lstrip": index == mask,
                     "rstrip": False,
                     "normalized": False,
                     "special": special,

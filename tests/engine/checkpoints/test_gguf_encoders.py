@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from builders.charsmap import charsmap
 from builders.encoder_gguf import write_encoder_gguf
@@ -61,6 +62,10 @@ def close(one: Any, other: Any, tolerance: float = 1e-4) -> bool:
     return all(a == pytest.approx(b, abs=tolerance) for a, b in zip(one, other, strict=True))
 
 
+def cosine(one: Any, other: Any) -> float:
+    return float(np.dot(one, other) / np.linalg.norm(one) / np.linalg.norm(other))
+
+
 def test_vectors_equal_those_of_safetensors(subtests: pytest.Subtests, tmp_path: Path) -> None:
     for arch in ENCODERS:
         folder = write_encoder(tmp_path / arch, arch, MODES[arch], **LARGER)
@@ -75,11 +80,13 @@ def test_vectors_equal_those_of_safetensors(subtests: pytest.Subtests, tmp_path:
                 assert (read.pooling, read.normalizes) == (card.pooling, card.normalizes)
                 assert read.is_encoder
                 assert read.context_len == card.context_len
-                assert close(vectors(file)[1], want, 1e-4 if kind == "F32" else 0.2)
+                native = vectors(file)[1]
+                assert close(native, want, 1e-4 if kind == "F32" else 0.2)
+                assert all(cosine(a, b) > 0.995 for a, b in zip(native, want, strict=True))
 
 
 def test_scores_equal_those_of_safetensors(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    mean = {"classifier_pooling": "mean"}  # what early files of ModernBERT have, and do not say
+    mean = {"classifier_pooling": "mean"}  # early files of ModernBERT do not state it
     cases: tuple[tuple[str, dict[str, Any], tuple[bool, ...]], ...] = (
         ("bert", {}, (False, True)),
         ("xlm_roberta", {}, (False, True)),
@@ -138,6 +145,18 @@ def test_an_encoder_without_token_types(tmp_path: Path) -> None:
     assert close(vectors(file)[1], vectors(folder)[1])
 
 
+def test_pooling_and_normalization(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_encoder(tmp_path / "hf", "bert")
+    stated = {"bert.pooling_type": 2, "bert.normalize_embeddings": False}
+    unstated = {"bert.pooling_type": None}
+    for changes, pooling, normalizes in ((unstated, "mean", True), (stated, "cls", False)):
+        path = write_encoder_gguf(folder, tmp_path / "m.gguf", **changes)
+        caplog.clear()
+        card = load_model(EngineConfig(str(path)), lambda *_: None).card
+        assert (card.pooling, card.normalizes) == (pooling, normalizes)
+        assert ("the model's files define no pooling" in caplog.text) == (changes is not stated)
+
+
 def test_tokens_equal_those_of_safetensors(subtests: pytest.Subtests, tmp_path: Path) -> None:
     for arch in ENCODERS:
         folder = write_encoder(tmp_path / arch, arch)
@@ -153,7 +172,7 @@ def test_tokens_equal_those_of_safetensors(subtests: pytest.Subtests, tmp_path: 
                     assert got == want, text
 
 
-def test_text_is_lowercased_unless_the_vocabulary_has_capitals() -> None:
+def test_capitals_and_accents_of_the_vocabulary_are_kept() -> None:
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "\u2581é", "\u2581e", "a", "\u2581E", "A"]
     metadata: dict[str, Any] = {
         "general.architecture": "bert",
@@ -164,11 +183,14 @@ def test_text_is_lowercased_unless_the_vocabulary_has_capitals() -> None:
     cased = {KEY + "tokens": tokens, KEY + "token_type": array("i", [3, 3, 3, 3, 1, 1, 1, 1, 1])}
     lowercase = KEY + "normalizer.lowercase"
     for change, want in (
-        ({}, [2, 5, 6, 3]),
+        ({}, [2, 4, 6, 3]),
+        ({KEY + "tokens": [*tokens[:4], "\u2581x", *tokens[5:7]]}, [2, 5, 6, 3]),  # without é
         (cased, [2, 1, 3]),
-        ({**cased, lowercase: True}, [2, 5, 6, 3]),
+        ({**cased, lowercase: True}, [2, 4, 6, 3]),
         ({lowercase: False}, [2, 1, 3]),
         ({lowercase: False, KEY + "normalizer.strip_accents": True}, [2, 1, 3]),
+        ({KEY + "strip_accents": True}, [2, 5, 6, 3]),  # Ollama's converter
+        ({KEY + "normalizer.strip_accents": True}, [2, 5, 6, 3]),
     ):
         tokenizer = Tokenizer.from_buffer(tokenizer_json({**metadata, **change}))
         assert tokenizer.encode("ÉA").ids == want, change
@@ -207,11 +229,13 @@ def test_unusable_files_are_refused(subtests: pytest.Subtests, tmp_path: Path) -
     scores = KEY + "scores"
     table = charsmap({"é": "e"})
     outside = table[:4] + b"\0\0\0\x40" + table[8:]  # the root's children
+    leaf = table[:4] + b"\0\x02\0\x80" + table[8:]  # the root is marked as a leaf
     cases: list[tuple[Path, dict[str, Any], str]] = [
         (embedder, {"bert.attention.causal": True}, "attention.causal is true: expected an enc"),
         (embedder, {"bert.pooling_type": 4}, "pooling_type is rank: only mean, cls and last are"),
         (embedder, {"bert.alibi": 8.0}, "metadata keys of bert are not supported: .*alibi"),
-        (embedder, {KEY + "tokens": ["▁a"] * 300}, "no pieces that continue a word"),
+        (embedder, {KEY + "tokens": ["▁a"] * 300}, "is not one of WordPiece"),
+        (embedder, {KEY + "tokens": ["▁a", "#", "▁▁a"] * 100}, "is not one of WordPiece"),
         (
             embedder,
             {KEY + "tokens": ["a"] * 300, KEY + "unknown_token_id": None},
@@ -224,7 +248,9 @@ def test_unusable_files_are_refused(subtests: pytest.Subtests, tmp_path: Path) -
         (unigram, {KEY + "precompiled_charsmap": table[:2000]}, "charsmap is malformed"),
         (unigram, {KEY + "precompiled_charsmap": table[:-2]}, "charsmap is malformed"),
         (unigram, {KEY + "precompiled_charsmap": outside}, "charsmap is malformed"),
-        (scorer, {}, "has cls.output but not cls, which llama.cpp's converter leaves out"),
+        (unigram, {KEY + "precompiled_charsmap": leaf}, "charsmap is malformed"),
+        (unigram, {KEY + "add_space_prefix": False}, "add_space_prefix is false: expected true"),
+        (scorer, {}, "the head that scores is incomplete, as in files of BERT's cross-encoders"),
         (scorer, {"left_out": (f"bert.{TYPES}", TYPES)}, "that of DistilBERT"),
         (several, {}, "num_labels gives 3 labels"),
     ]
