@@ -20,6 +20,11 @@
   /** A header takes no other letters; such a key is no key of the server. */
   const bearer = () => `Bearer ${/^[\x21-\x7e]+$/.test(key) ? key : "?"}`;
 
+  /** A plug-in of Swagger UI: the path of a route is no link, because it is inside of a button. */
+  const withoutNestedLinks = ({ React }) => ({
+    components: { DeepLink: ({ text }) => React.createElement("span", null, text) },
+  });
+
   async function load() {
     let spec;
     try {
@@ -47,6 +52,7 @@
       validatorUrl: null,
       docExpansion: "list",
       defaultModelsExpandDepth: 0,
+      plugins: [withoutNestedLinks],
       requestInterceptor: (request) => {
         if (key && !request.headers.Authorization) request.headers.authorization = bearer();
         return request;
