@@ -45,7 +45,13 @@ def ports() -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name.startswith("README") else pytest.mark.extended)
+        for name in EXAMPLES
+    ],
+)
 def test_python_examples_run(name: str, ports: dict[str, str]) -> None:
     code = EXAMPLES[name]
     for written, free in ports.items():

@@ -100,7 +100,6 @@ def test_what_cannot_be_served_ends_in_one_sentence(
     for words, sentence in {
         ("--isq", "q9"): "--isq: quantization type 'q9' is not supported; supported: q4_0, ",
         ("--native-isa", "sse9"): "--native-isa: this machine has no kernels for 'sse9'; it has ",
-        ("--step-tokens", "64"): "--step-tokens 64 is less than --max-running 64 + 128: a step ",
         ("no/such.gguf",): "no model 'no/such.gguf': neither an existing GGUF file or directory ",
         (str(tmp_path / "adapter"),): f"{tmp_path}/adapter is an adapter (LoRA), which pdserve ",
     }.items():

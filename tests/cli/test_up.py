@@ -119,7 +119,9 @@ def test_every_child_gets_its_arguments(tmp_path: Path, capsys: pytest.CaptureFi
     assert "router: loading" not in said.err
 
 
-@pytest.mark.parametrize("words", [(), ("--prefill", "1")])
+@pytest.mark.parametrize(
+    "words", [(), pytest.param(("--prefill", "1"), marks=pytest.mark.extended)]
+)
 def test_a_model_without_prefill_has_no_worker_for_it_by_default(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
@@ -466,7 +468,14 @@ def test_json_output_has_an_object_in_every_line(
     assert {line["component"] for line in lines} == {"up"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.extended),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.extended),
+    ],
+)
 def test_a_signal_ends_every_process(
     process: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals
 ) -> None:

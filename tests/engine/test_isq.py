@@ -90,7 +90,13 @@ PAIRS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arch", "type"), PAIRS)
+@pytest.mark.parametrize(
+    ("arch", "type"),
+    [
+        pytest.param(*pair, marks=pytest.mark.extended if pair[1] in ("q2k", "q3k") else ())
+        for pair in PAIRS
+    ],
+)
 def test_weights_equal_those_of_the_written_file(
     models: dict[str, tuple[Path, Path]], arch: str, type: str, tmp_path: Path
 ) -> None:

@@ -331,7 +331,7 @@ async def test_new_requests_are_accepted_during_the_lame_duck_period(servicer):
     assert await gateway.ended() == 0
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.extended)])
 async def test_without_a_drain_time_it_exits_at_once(servicer, stream):
     """Exit well before the default of 30 seconds for open requests, even on a busy machine."""
 

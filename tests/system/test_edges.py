@@ -21,6 +21,8 @@ from systems.fleet import Fleet
 
 from pdserve.protos import common_pb2, fleet_pb2, router_pb2, worker_pb2
 
+pytestmark = pytest.mark.extended
+
 BLOCK = 32
 EOS = 258
 OPTIONS = ("--kv-tokens", "8192", "--block-size", str(BLOCK), "--weights", "float32")
@@ -196,7 +198,7 @@ def nothing_is_left(fleet: Fleet, family: list[psutil.Process], folder: Path) ->
         assert probe.connect_ex((host, int(port))) != 0
 
 
-@pytest.mark.parametrize("transport", ["tcp", pytest.param("shm", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_remote_answers_are_the_same_field_by_field(
     model: Path, local: dict[str, Any], transport: str, tmp_path: Path
 ) -> None:

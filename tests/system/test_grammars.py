@@ -20,6 +20,8 @@ from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.common.errors import ServiceError
 
+pytestmark = pytest.mark.extended
+
 PATTERN = "[a-f]{3}(-[0-9]{4}){190}!"
 LONG = [i * 7 % 250 for i in range(400)]  # long enough for remote prefill
 

@@ -12,12 +12,13 @@ WORRYING = re.compile(r".*(?:WARNING|ERROR|CRITICAL|Traceback|warning:).*")
 STOP_S = 60
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("number", "options"),
     [
         (signal.SIGINT, ("--decode", "2")),
-        pytest.param(signal.SIGTERM, ("--prefill", "0"), marks=pytest.mark.extended),
+        (signal.SIGTERM, ("--prefill", "0")),
     ],
 )
 def test_an_ordinary_run_logs_no_warning(

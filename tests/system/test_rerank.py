@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from pdserve.gateway.rerank.pairs import AFTER, BEFORE, INSTRUCTION
 
+pytestmark = pytest.mark.extended
+
 EXACT = ("--weights", "float32", "--kernels", "native", "--kv-dtype", "float32")
 OPTIONS = ("--task", "score", "--decode", "1", "--prefill", "1", "--kv-tokens", "16384", *EXACT)
 QUERY = "What is the capital of China?"

@@ -11,6 +11,8 @@ from systems.eventually import wait_until
 from systems.fleet import Fleet
 from systems.traced_requests import TracedClient, check_spans
 
+pytestmark = pytest.mark.extended
+
 PARENT_ID = "b7ad6b7169203331"
 FAR = ("--prefill", "1", "--remote-prefill", "always", "--kv-tokens", "4096")
 TRIES = 40  # on a machine that may be busy

@@ -84,7 +84,13 @@ class SlowTokens:
         return bool(self._real.consume_token(token))
 
 
-@pytest.mark.parametrize("token_s", [0.8 * matcher.SLOW_TOKEN_S, 1.1 * matcher.MAX_TOKEN_S])
+@pytest.mark.parametrize(
+    "token_s",
+    [
+        0.8 * matcher.SLOW_TOKEN_S,
+        pytest.param(1.1 * matcher.MAX_TOKEN_S, marks=pytest.mark.extended),
+    ],
+)
 def test_many_slow_choices_take_little_time_of_any_step(
     engine_of: Maker, monkeypatch: pytest.MonkeyPatch, token_s: float
 ) -> None:
