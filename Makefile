@@ -166,7 +166,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 
 type: $(STAMP)
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers $$(nproc)
 
 simulate: setup
 	PYTHONPATH=tests $(BIN)/python -m simulation.sweep $(ARGS)
