@@ -17,7 +17,7 @@ class UpSettings:
 
     model: tuple[str, ...] = option(
         (),
-        "GGUF file, model directory or Hugging Face id to serve; NAME=MODEL: by that name; "
+        "GGUF file, model directory or Hugging Face id to serve; NAME=MODEL sets its name; "
         "none: the bundled SmolLM2",
     )
     prefill: int = option(

@@ -532,7 +532,7 @@ def check_free(flag: str, host: str, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except (OSError, UnicodeError) as error:  # UnicodeError: no host name
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             reason = getattr(error, "strerror", error)
             if port and getattr(error, "errno", 0) in (errno.EADDRINUSE, errno.EACCES):
                 raise OSError(
